@@ -420,3 +420,16 @@ def test_a_rubric_can_score_from_many_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert rewards == [1.5] * 8
+
+
+@pytest.mark.parametrize("name", ["score_rollout", "score_rollout_sync"])
+def test_a_rubric_that_returns_its_reward_as_a_number_scores_by_it_and_its_metrics_are_floats(name: str) -> None:
+    def score(self: Any, state: State) -> float:
+        state["metrics"] = {"is_right": True, "length": 3}
+        return 0.7
+
+    state = rollout("4")
+    made = type("Own", (Rubric,), {name: score})()
+    found = asyncio.run(made.score_alone(state))
+    assert (found.error, found.reward) == (None, 0.7)
+    assert [type(value) for value in found.metrics.values()] == [float, float]

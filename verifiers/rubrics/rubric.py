@@ -251,6 +251,8 @@ class Rubric:
                 if isinstance(result, Mapping) and "reward" in result:
                     flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
                     return Score(reward=flat.pop("reward"), metrics=flat)
+                if isinstance(result, (int, float)):
+                    state["reward"] = result
                 return _score_in(state, own.__name__)
         except BaseException as error:  # foreign code
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
@@ -417,7 +419,8 @@ def _score_in(state: State, name: str = "score_group") -> Score:
     """The score that someone's own scoring wrote into a state."""
     if state.get("error") is not None:
         return Score(error=state["error"])
-    return Score(reward=as_score(state.get("reward"), name), metrics=dict(state.get("metrics") or {}))
+    metrics = {key: as_score(value, str(key)) for key, value in (state.get("metrics") or {}).items()}
+    return Score(reward=as_score(state.get("reward"), name), metrics=metrics)
 
 
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
