@@ -621,6 +621,19 @@ def test_a_resource_is_made_once_a_loop_and_closed_with_it() -> None:
     assert closed == made
 
 
+def test_a_handle_that_nobody_awaited_is_compared_as_its_result_and_not_as_another_object() -> None:
+    @calls.both
+    async def reply() -> str:
+        return "yes"
+
+    async def main() -> list[bool]:
+        first, second, third = reply(), reply(), reply()
+        assert len({first, second, third}) == 3
+        return [first == "yes", second != "yes", third == "yes", first == "no", first == second]
+
+    assert asyncio.run(main()) == [True, False, True, False, False]
+
+
 def test_asking_whether_there_is_a_handle_does_not_run_it() -> None:
     ran = []
 

@@ -252,3 +252,12 @@ def test_results_warn_of_nothing_when_shown() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "2 rollouts of 2 examples, 0 failed" in str(vf.Results([scored(0, 1.0), scored(1, 1.0)]))
+
+
+def test_a_cost_is_shown_only_where_the_price_of_all_tokens_is_known() -> None:
+    priced = vf.Usage(prompt_tokens=10, completion_tokens=1, cost_usd=0.25)
+    unpriced = vf.Usage(prompt_tokens=10, completion_tokens=1)
+    assert (priced + priced + vf.Usage()).cost_usd == 0.5
+    assert (vf.Usage() + vf.Usage()).cost_usd is None
+    assert (priced + unpriced).cost_usd is None
+    assert (unpriced + priced + priced).cost_usd is None

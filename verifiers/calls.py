@@ -166,6 +166,11 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
     def __bool__(self) -> bool:
         return True  # asyncio asks this of a task's coroutine when it shows it: no reason to run it
 
+    def __eq__(self, other: object) -> bool:
+        return self is other if isinstance(other, Deferred) else bool(self._settle() == other)
+
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         return len(self._settle())  # type: ignore[arg-type]
 

@@ -141,6 +141,8 @@ def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
     """Take over what a hook returned as the state: the whole one, another one, or only what changed."""
     if update is None or update is state:
         return
+    if not isinstance(update, Mapping):
+        raise HookError(f"a hook returned {update!r:.100}; it returns the state, a dict of what changes, or nothing")
     if not isinstance(steps := update.get("trajectory", []), list):
         raise _no_trajectory(steps)
     for key, value in update.items():

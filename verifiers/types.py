@@ -217,7 +217,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Tokens used, and their price where it is known."""
+    """Tokens used, and their price where that of all of them is known."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -228,11 +228,11 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
-        costs = [u.cost_usd for u in (self, other) if u.cost_usd is not None]
+        costs = [used.cost_usd for used in (self, other) if used.cost_usd is not None or used.total_tokens]
         return Usage(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
-            cost_usd=sum(costs) if costs else None,
+            cost_usd=sum(cost or 0.0 for cost in costs) if costs and None not in costs else None,
         )
 
 

@@ -46,13 +46,13 @@ def test_the_line_tells_what_is_done_failed_and_running_and_at_what_cost():
     watched = Watched(at_once=2)
     watched.start(6, 0)
     watched.update(ended(0, 1.0, cost=0.01))
-    watched.update(ended(1, error=RuntimeError()))
+    watched.update(ended(1, error=RuntimeError(), cost=0.03))
     watched.update(ended(2, 0.0, cost=0.02))
     line = watched.line()
     assert line.startswith("3/6 · 1 failed · reward 0.500 ± ")
     assert "30 tokens" in line
     assert "2 running" in line
-    assert "$0.0300" in line
+    assert "$0.0600" in line
     watched.began -= 30
     assert watched.line().endswith("0:30 left")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -92,6 +93,21 @@ def test_the_shell_completes_commands_environments_flags_and_runs(repo, folder, 
     command = [sys.executable, "-c", "from verifiers.cli.main import main; main()"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert offered in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "012"])
+def test_a_run_whose_streams_were_closed_is_saved_whole_and_nothing_is_written_into_its_files(repo, tmp_path, closed):
+    words = ["eval", "arithmetic", "-p", str(repo / "environments"), "-m", "fake", "-n", "2", "-r", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verifiers", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(repo)},
+        preexec_fn=lambda: [os.close(int(number)) for number in closed],
+        check=False,
+    )
+    assert done.returncode == 0
+    (saved,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
+    assert [json.loads(line)["reward"] for line in saved.read_text().splitlines()] == pytest.approx([0.02] * 2)
 
 
 def test_a_full_disk_is_one_sentence(repo, tmp_path):

@@ -310,3 +310,8 @@ def test_a_plain_completion_whose_text_got_lost_is_a_bad_reply() -> None:
     lost = {"choices": [{"text": None, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
     with pytest.raises(BadReplyError, match="took 7 tokens"):
         read_response(lost, "completion")
+
+
+@pytest.mark.parametrize("role", ["model", "user", "", None])
+def test_a_reply_is_the_assistants_whatever_its_server_calls_it(role: Any) -> None:
+    assert read_response(reply({"role": role})).message == {"role": "assistant", "content": "4"}

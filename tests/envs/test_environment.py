@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -398,7 +399,8 @@ import verifiers as vf
 class Keeper(vf.SingleTurnEnv):
     @vf.teardown
     def give_back(self): print("given back", self.name)
-used, unused = Keeper(dataset=[{"question": "x"}], name="used"), Keeper(dataset=[{"question": "x"}], name="unused")
+given = {"dataset": [{"question": "x"}], "rubric": vf.Rubric([lambda completion: 1.0])}
+used, unused = Keeper(**given, name="used"), Keeper(**given, name="unused")
 used.evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
 used.evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
 print("end")
@@ -418,3 +420,44 @@ def test_building_an_environment_has_no_side_effects() -> None:
 def test_an_environment_that_plays_nothing_says_what_to_define() -> None:
     with pytest.raises(NotImplementedError, match="must define rollout"):
         vf.Environment(dataset=ROWS).rollout(vf.FakeClient("x"), "m", "q", "a")
+
+
+# --- mistakes of those who build one ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rubrik": vf.Rubric()}, "no keyword 'rubrik'; did you mean 'rubric'"),
+        ({"max_turn": 3}, "did you mean 'max_turns'"),
+        ({"rubric": [len]}, "is no rubric"),
+        ({"rubric": len}, "is no rubric"),
+        ({"rubric": vf.Rubric}, "is no rubric"),
+        ({"parser": vf.Parser}, "parser=Parser is a class"),
+        ({"max_turns": "3"}, "max_turns='3': it is a number"),
+    ],
+)
+def test_what_could_only_end_in_zeros_is_refused_when_the_environment_is_made(given: Any, told: str) -> None:
+    class Game(vf.MultiTurnEnv):
+        def env_response(self, messages: Any, state: Any) -> str:
+            return "go on"
+
+    with pytest.raises(TypeError, match=re.escape(told)):
+        Game(dataset=ROWS, **given)
+    assert Game(dataset=ROWS, eval_dataset_name="test", difficulty=3).difficulty == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: vf.Rubric(funcs=len), lambda: vf.Rubric(funcs=[len], weights=[None])],
+)
+def test_a_rubric_of_one_function_alone_or_a_weight_that_is_none_is_refused(made: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"funcs is a list|a weight must be a finite number, not None"):
+        made()
+
+
+def test_an_evaluation_that_nothing_scores_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    made = vf.SingleTurnEnv(dataset=ROWS)
+    made.evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
+    vf.EnvGroup([made]).evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
+    assert [record.message.split(",")[0] for record in caplog.records] == ["nothing scores a rollout here"] * 2

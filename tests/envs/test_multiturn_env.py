@@ -480,3 +480,54 @@ def test_built_in_environments_answer_in_one_style_that_plain_and_async_code_may
         env = kind(dataset=[{"question": "2+2?", "answer": "4"}], checks="Sure?")
         completion, _ = env.rollout(vf.FakeClient(["5", "4"]), "fake", "2+2?", "4")
         assert completion[1]["content"] == f"Sure? ({how})"
+
+
+# --- mistakes of hooks --------------------------------------------------------------------------------------------
+
+
+def appended(self: Any, messages: Any, state: Any) -> Any:
+    messages.append(HINT)
+    return messages
+
+
+@pytest.mark.parametrize(
+    "answer", [appended, lambda self, messages, state: messages, lambda self, messages, state: [*messages, HINT]]
+)
+def test_an_answer_that_is_the_whole_conversation_is_refused_and_not_said_twice(answer: Any) -> None:
+    state = play(env_with(env_response=answer))
+    assert "it returns only what the environment says next" in str(state["error"])
+    assert said(state) == [(ASSISTANT, "x")]
+
+
+@pytest.mark.parametrize("answer", [3, {"content": "hint"}, ({"hints": 1}, "hint"), [HINT, 3], ("hint", {}, 1)])
+def test_an_answer_that_is_no_message_fails_the_rollout_and_is_shown(answer: Any) -> None:
+    state = play(env_with(env_response=lambda self, messages, state: answer))
+    assert f"env_response returned {answer!r}" in str(state["error"])
+
+
+def test_a_setup_that_returns_no_state_fails_the_rollout_and_is_shown() -> None:
+    state = play(env_with(env_response=lambda self, messages, state: "hint", setup_state=lambda self, state: "ready"))
+    assert "a hook returned 'ready'" in str(state["error"])
+
+
+def test_a_prompt_that_setup_writes_as_a_text_is_a_message_of_the_user_and_costs_nothing_of_the_completion() -> None:
+    def setup(self: Any, state: vf.State) -> None:
+        state["prompt"] = "Guess a number from 1 to 9."
+
+    state = play(env_with(env_response=lambda self, messages, state: "hint", setup_state=setup))
+    assert state["prompt"] == [{"role": USER, "content": "Guess a number from 1 to 9."}]
+    assert said(state) == [(ASSISTANT, "x"), (USER, "hint"), (ASSISTANT, "x")]
+
+
+def test_a_model_that_is_shown_less_than_the_prompt_has_its_last_reply_in_the_completion() -> None:
+    class Window(vf.MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any) -> Any:
+            return "hint"
+
+        async def get_prompt_messages(self, state: Any) -> Any:
+            messages = await super().get_prompt_messages(state)
+            return messages[-1:]
+
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": USER, "content": "Guess."}]
+    state = play(Window(dataset=[{"prompt": prompt, "answer": "7"}], max_turns=3), ["1", "2", "7"])
+    assert said(state) == [(ASSISTANT, "7")]

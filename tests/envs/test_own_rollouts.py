@@ -473,3 +473,26 @@ def test_a_rollout_of_ones_own_that_is_cancelled_is_cleaned_up() -> None:
     results = env.evaluate(client=vf.FakeClient("4"), model="m", deadline_s=0.3, use_tqdm=False)
     assert len(results.failed) == 2
     assert sorted(ended) == [0, 1]
+
+
+HI = {"role": "assistant", "content": "hi"}
+
+
+@pytest.mark.parametrize("returned", [[HI], HI, ([HI], None), (HI, {"n": 1}), {"completion": [HI]}])
+def test_a_completion_is_read_alone_as_one_message_or_beside_no_state(returned: Any) -> None:
+    class Own(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            return returned
+
+    assert played(Own, vf.FakeClient("four"))["completion"] == [HI]
+
+
+@pytest.mark.parametrize("returned", [None, (None, None)])
+def test_a_rollout_that_returns_nothing_is_a_failure_and_no_empty_answer(returned: Any) -> None:
+    class Own(vf.SingleTurnEnv):
+        async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+            return returned
+
+    env = Own(dataset=[ROW], rubric=vf.Rubric([text_rewarded]))
+    (failed,) = env.generate(client=vf.FakeClient("four"), model="m", use_tqdm=False).failed
+    assert "rollout returned None" in str(failed["error"])

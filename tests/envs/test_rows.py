@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -345,3 +346,10 @@ def test_a_rollout_cannot_change_the_row_it_was_made_from() -> None:
     assert made.dataset is not None
     assert made.dataset[0]["prompt"] == before[0]["prompt"]
     assert [r.prompt[0]["content"] for r in client.requests] == ["changed"] * 3  # type: ignore[index]
+
+
+def test_a_generator_that_never_ends_is_refused_before_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verifiers.envs.rows.MOST_STREAMED", 1000)
+    assert len(as_rows((dict(RAW[0]) for _ in range(1000)), RowFormat())) == 1000
+    with pytest.raises(ValueError, match=r"goes on after 1,000 rows.*islice"):
+        len(as_rows((dict(RAW[0]) for _ in itertools.count()), RowFormat()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 import time
 from typing import Any
@@ -190,6 +191,26 @@ def test_a_group_reward_that_gives_one_rollout_no_score_fails_that_one_only(bad:
     results = env.evaluate(client=vf.FakeClient("x"), model="m", rollouts_per_example=3, use_tqdm=False)
     assert [state["reward"] for state in results.rollouts] == [1.0, None, 0.5]
     assert "reward 'ranked' returned" in str(results.failed[0]["error"])
+
+
+@pytest.mark.parametrize("returned", [{0: 0.7, 1: 0.2}, {0.7, 0.2}, b"\x01\x00"])
+def test_a_group_reward_that_returns_a_dict_or_a_set_is_not_scored_by_its_keys_in_any_order(returned: Any) -> None:
+    def ranked(completions):
+        return returned
+
+    states = [rollout("4"), rollout("5")]
+    Rubric([ranked]).score_group(states)
+    assert [state["reward"] for state in states] == [None, None]
+    assert f"returned a {type(returned).__name__}; it returns a list" in str(states[0]["error"])
+
+
+def test_a_group_reward_that_never_stops_giving_scores_fails_its_group_and_ends() -> None:
+    def same(completions):
+        return itertools.repeat(1.0)
+
+    states = [rollout("4"), rollout("5")]
+    Rubric([same]).score_group(states)
+    assert "returned 2+ scores for 2 rollouts" in str(states[0]["error"])
 
 
 def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
@@ -399,3 +420,16 @@ def test_a_rubric_can_score_from_many_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert rewards == [1.5] * 8
+
+
+@pytest.mark.parametrize("name", ["score_rollout", "score_rollout_sync"])
+def test_a_rubric_that_returns_its_reward_as_a_number_scores_by_it_and_its_metrics_are_floats(name: str) -> None:
+    def score(self: Any, state: State) -> float:
+        state["metrics"] = {"is_right": True, "length": 3}
+        return 0.7
+
+    state = rollout("4")
+    made = type("Own", (Rubric,), {name: score})()
+    found = asyncio.run(made.score_alone(state))
+    assert (found.error, found.reward) == (None, 0.7)
+    assert [type(value) for value in found.metrics.values()] == [float, float]

@@ -143,3 +143,10 @@ def test_any_line_is_read_or_counted_as_damaged(lines, tail, tmp_path_factory):
         assert len(column) == len(index)
     assert not any(math.isinf(reward) for reward in index.rewards)
     index.records(range(len(index)))
+
+
+def test_a_number_beyond_all_scores_in_one_line_leaves_the_figures_of_the_others(ask, make_run, make_record):
+    lines = [make_record(0, metrics={"exact": 1e308}), make_record(1, metrics={"exact": 0.5})]
+    run = make_run(*lines)
+    (exact,) = [one for one in ask.run(run, "/figures")["figures"] if one["name"] == "exact"]
+    assert exact["mean"] == 0.5

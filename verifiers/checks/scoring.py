@@ -71,7 +71,7 @@ def _check_gold(
     report: Report, env: Environment, rows: Sequence[Row], solve: Solve | None, trials: list[Trial]
 ) -> Gold:
     name = "gold answers"
-    if env.rubric.is_empty and env._hook("score_rollout") is None:
+    if env.scores_nothing:
         report.add(name, "fail", "nothing scores a rollout here: the rubric is empty")
         return Gold()
     if solve is not None:

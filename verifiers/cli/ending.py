@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import threading
@@ -34,6 +35,16 @@ def told_by_signals(receive: Any = None) -> Iterator[None]:
 
 def _interrupt(signum: int, _: object) -> None:
     raise Interrupted(signum=signum)
+
+
+def open_closed_streams() -> None:
+    """Streams that a caller closed (``>&-``) lead nowhere, and no file of a run is opened in the place of one."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
 
 
 @contextmanager

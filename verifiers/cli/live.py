@@ -8,7 +8,7 @@ import time
 from typing import IO, Any, cast
 
 from verifiers.progress import Enduring, Tally, clock
-from verifiers.types import State
+from verifiers.types import State, Usage
 
 Z95 = 1.96  # while a run goes on; the report has the exact interval
 SMOOTH_S = 3.0  # before this the pace is anyone's guess
@@ -25,7 +25,7 @@ class Watched(Tally):
         self.stream = Enduring(sys.stderr)
         self.at_once = at_once
         self.next_at = time.monotonic() + self.every_s
-        self.cost_usd: float | None = None
+        self.usage = Usage()
         self.first_done = 0
 
     def start(self, total: int, done: int) -> None:
@@ -43,8 +43,7 @@ class Watched(Tally):
         usage = read("usage")
         if usage is not None:
             self.tokens += usage.completion_tokens
-            if usage.cost_usd is not None:
-                self.cost_usd = (self.cost_usd or 0.0) + usage.cost_usd
+            self.usage += usage
         now = time.monotonic()
         if now >= self.next_at:
             self.next_at = now + self.every_s
@@ -83,8 +82,8 @@ class Watched(Tally):
         if tokens := self.tokens_so_far:
             found.append((1, f"{short_count(tokens)} tokens"))
             found.append((3, f"{tokens / took:,.0f}/s"))
-        if self.cost_usd:
-            found.append((2, f"${self.cost_usd:.4f}"))
+        if self.usage.cost_usd:
+            found.append((2, f"${self.usage.cost_usd:.4f}"))
         if self.running:
             found.append((4, f"{self.running:,} running"))
         made = self.done - self.first_done

@@ -79,8 +79,9 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from verifiers.cli.ending import said_in_one_sentence, steady_stderr, told_by_signals
+        from verifiers.cli.ending import open_closed_streams, said_in_one_sentence, steady_stderr, told_by_signals
 
+        open_closed_streams()
         try:
             with steady_stderr(), told_by_signals(), said_in_one_sentence():
                 return super().invoke(ctx)

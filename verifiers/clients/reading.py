@@ -123,8 +123,8 @@ _EXTRAS = ("refusal", "name", "reasoning_content")
 
 def read_message(source: Any) -> ChatMessage:
     """A message as a plain dict: role, content, tool calls, reasoning, and whatever else is text."""
-    role, content, calls = field(source, "role"), field(source, "content"), field(source, "tool_calls")
-    message: ChatMessage = {"role": role if isinstance(role, str) else "assistant"}
+    content, calls = field(source, "content"), field(source, "tool_calls")
+    message: ChatMessage = {"role": "assistant"}  # it is the reply, whatever its server calls it
     tool_calls = [_tool_call(call, i) for i, call in enumerate(calls)] if isinstance(calls, (list, tuple)) else []
     if isinstance(content, (str, list)):
         message["content"] = content

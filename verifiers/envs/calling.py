@@ -10,7 +10,8 @@ from typing import Any
 
 from verifiers.clients import as_client, resolve_endpoint
 from verifiers.clients.protocol import Client
-from verifiers.errors import GraderError
+from verifiers.errors import GraderError, HookError
+from verifiers.rollout import split_response
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 SAMPLING_KEYS = frozenset(
@@ -195,15 +196,14 @@ def override_arguments(
 
 def adopt_result(result: Any, blank: State) -> State:
     """What a subclass's ``rollout`` returned (a state, a pair, or a completion alone) as a whole state."""
-    if isinstance(result, Mapping):
-        return _as_rollout_of(blank, result)
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        blank["completion"] = result
-        return blank
-    completion, update = result
-    state = _as_rollout_of(blank, update)
+    completion, update = split_response(result)
+    if update is None and isinstance(completion, Mapping) and "role" not in completion:
+        completion, update = None, completion
+    if completion is None and update is None:
+        raise HookError("rollout returned None; it returns the state, the completion, or both")
+    state = blank if update is None else _as_rollout_of(blank, update)
     if completion is not None:
-        state["completion"] = completion
+        state["completion"] = [completion] if isinstance(completion, Mapping) else completion
     return state
 
 

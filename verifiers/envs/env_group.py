@@ -40,7 +40,7 @@ class EnvGroupRubric(Rubric):
 
     @property
     def is_empty(self) -> bool:
-        return all(env.rubric.is_empty for env in self.group.envs)
+        return all(env.scores_nothing for env in self.group.envs)
 
     def _get_reward_func_names(self) -> list[str]:
         return list(dict.fromkeys(name for env in self.group.envs for name in env.rubric._get_reward_func_names()))

@@ -33,6 +33,11 @@ class EnvScoring:
     def has_group_rewards(self) -> bool:
         return self.rubric.has_group_rewards and self._hook("score_rollout") is None
 
+    @property
+    def scores_nothing(self) -> bool:
+        """No reward function, and no scoring of its own: every reward is 0, whatever is said."""
+        return self.rubric.is_empty and self._hook("score_rollout") is None
+
     async def score_alone(self, state: State) -> Score:
         """Score one finished rollout, by the environment's own ``score_rollout`` if a subclass has one."""
         hook = self._hook("score_rollout")

@@ -19,6 +19,7 @@ from verifiers.clients.activity import note_reply
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
+from verifiers.envs.arguments import check_names, check_scorers
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -92,6 +93,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             raise ValueError(f"message_type is 'chat' or 'completion', got {message_type!r}")
         if few_shot is not None and few_shot_examples is not None:
             raise TypeError("few_shot and few_shot_examples are the same thing; pass one of them")
+        check_scorers(parser, rubric)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         self.message_type: MessageType = message_type
         self.system_prompt = system_prompt
@@ -119,6 +121,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
+        check_names(type(self), kwargs)
         for name, value in kwargs.items():
             if callable(getattr(type(self), name, None)):
                 raise TypeError(f"{type(self).__name__}() got the keyword {name!r}, which is one of its methods")

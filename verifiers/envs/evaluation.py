@@ -142,6 +142,8 @@ async def evaluate(
     _check_repeats(rollouts_per_example)
     with long_lived:
         jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
+    if jobs and env.score_rollouts and options.score is not False and env.scores_nothing:
+        env.logger.warning("nothing scores a rollout here, the rubric is empty: every reward will be 0")
     return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,11 +13,12 @@ from verifiers.clients.protocol import Completion
 from verifiers.envs.calling import ask_arguments
 from verifiers.envs.environment import Environment
 from verifiers.envs.hooks import only_reads, takes_messages
+from verifiers.errors import HookError
 from verifiers.escapes import raise_if_escaped
 from verifiers.messages import as_messages, concat_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
-from verifiers.types import Messages, State, TrajectoryStep
+from verifiers.types import ChatMessage, Messages, State, TrajectoryStep
 
 
 class MultiTurnEnv(Environment):
@@ -26,6 +28,9 @@ class MultiTurnEnv(Environment):
         if type(self) is MultiTurnEnv and max_turns != 1:  # before it asks for rows that would not help
             raise TypeError("MultiTurnEnv must be subclassed: define env_response(messages, state)")
         super().__init__(**kwargs)
+        given: object = max_turns
+        if not isinstance(given, Real):
+            raise TypeError(f"max_turns={max_turns!r}: it is a number, or -1 for no limit")
         self.max_turns = max_turns
         is_silent = type(self)._env_response is MultiTurnEnv._env_response and self._hook("env_response") is None
         if max_turns != 1 and is_silent and self._hook("get_prompt_messages") is None:
@@ -102,7 +107,7 @@ class MultiTurnEnv(Environment):
         reply: Messages
         said, update = split_response(result)
         merge_state(state, update)
-        reply = as_messages(said if said is not None else [])
+        reply = _reply_of(said, messages)
         if isinstance(messages, str):
             reply = "".join(map(text_of, reply))
         after = concat_messages([messages, reply])
@@ -162,7 +167,8 @@ class MultiTurnEnv(Environment):
         final = state.get("final_env_response")
         if final:
             whole = concat_messages([whole, final])
-        state["completion"] = whole[len(state["prompt"]) :]
+        # A prompt hook may show less than the prompt: what the model replied to that is there all the same.
+        state["completion"] = whole[min(len(state["prompt"]), len(state["trajectory"][-1]["prompt"])) :]
 
     render_completion = calls.both(_render_completion)
 
@@ -181,8 +187,11 @@ class MultiTurnEnv(Environment):
         if setup is not None:
             returned = await setup(state)
             if isinstance(returned, State) and "trajectory" in returned:
-                return returned
-            merge_state(state, returned)
+                state = returned
+            else:
+                merge_state(state, returned)
+        if self.message_type == "chat" and not isinstance(state["prompt"], list):
+            state["prompt"] = as_messages(state["prompt"])
         return state
 
     async def next_prompt(self, state: State) -> Messages:
@@ -215,6 +224,23 @@ class MultiTurnEnv(Environment):
 
     def own_metrics(self, state: State) -> dict[str, float]:
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
+
+
+def _reply_of(said: Any, messages: Messages) -> list[ChatMessage]:
+    """What ``env_response`` returned beside the state, as messages that say whose they are."""
+    try:
+        reply = as_messages(said if said is not None else [])
+        is_reply = all("role" in message for message in reply)
+    except TypeError:
+        is_reply = False
+    if not is_reply:
+        raise HookError(
+            f"env_response returned {said!r:.200}; it returns a text, a message with a role, a list of messages, "
+            "or one of these and a state"
+        )
+    if type(said) is type(messages) and said[: len(messages)] == messages:
+        raise HookError("env_response returned the whole conversation; it returns only what the environment says next")
+    return reply
 
 
 def turn_limit(limit: int | None, max_turns: int | None, *, name: str, default: int) -> int:

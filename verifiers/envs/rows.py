@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,6 +13,8 @@ import msgspec
 
 from verifiers.messages import as_messages
 from verifiers.types import ChatMessage, MessageType, Row
+
+MOST_STREAMED = 10_000_000  # rows of a generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +253,22 @@ def _load(source: Any) -> Sequence[Any]:
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
         return list(source.to_dict("records"))
     if isinstance(source, Iterable):
-        return source if isinstance(source, list) else list(source)
+        return source if isinstance(source, list) else _drained(source)
     raise TypeError(
         f"a dataset is a list of dicts, a Dataset, a generator, a callable that makes one, or a path to a "
         f".jsonl or .parquet file; got {type(source).__name__}"
     )
+
+
+def _drained(source: Iterable[Any]) -> list[Any]:
+    """The rows of a stream, which must end."""
+    rows = list(islice(source, MOST_STREAMED + 1))
+    if len(rows) > MOST_STREAMED:
+        raise ValueError(
+            f"the dataset goes on after {MOST_STREAMED:,} rows, and all are kept in memory; where it never ends, say "
+            "how many there are to be: itertools.islice(rows, 1000)"
+        )
+    return rows
 
 
 def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Row]:

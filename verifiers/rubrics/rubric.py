@@ -58,6 +58,8 @@ class Rubric:
             warnings.warn("parallelize_scoring has no effect: rollouts are always scored concurrently", stacklevel=2)
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser, **(class_objects or {})}
+        if callable(funcs):
+            raise TypeError(f"funcs={funcs!r:.100} is one function; funcs is a list of them")
         self.funcs: list[RewardFunc] = list(funcs or [])
         self.weights: list[float] = [1.0] * len(self.funcs) if not weights else [as_weight(w) for w in weights]
         if len(self.weights) != len(self.funcs):
@@ -107,7 +109,7 @@ class Rubric:
     @property
     def is_empty(self) -> bool:
         """Nothing here scores anything (and no subclass scores in its own way)."""
-        return not self.funcs and self._own_scoring() is None and self._own_group_scoring() is None
+        return not self.funcs and not self.scores_its_own_way
 
     @property
     def scores_its_own_way(self) -> bool:
@@ -249,6 +251,8 @@ class Rubric:
                 if isinstance(result, Mapping) and "reward" in result:
                     flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
                     return Score(reward=flat.pop("reward"), metrics=flat)
+                if isinstance(result, (int, float)):
+                    state["reward"] = result
                 return _score_in(state, own.__name__)
         except BaseException as error:  # foreign code
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
@@ -415,7 +419,8 @@ def _score_in(state: State, name: str = "score_group") -> Score:
     """The score that someone's own scoring wrote into a state."""
     if state.get("error") is not None:
         return Score(error=state["error"])
-    return Score(reward=as_score(state.get("reward"), name), metrics=dict(state.get("metrics") or {}))
+    metrics = {key: as_score(value, str(key)) for key, value in (state.get("metrics") or {}).items()}
+    return Score(reward=as_score(state.get("reward"), name), metrics=metrics)
 
 
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:

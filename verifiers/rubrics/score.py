@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from verifiers.errors import Error, GraderError, wrap
@@ -62,9 +63,13 @@ def grader_error(error: Exception, plan: Plan) -> Error:
 
 def one_each(values: Any, n: int, plan: Plan) -> list[float | Error]:
     """The scores of a whole group; what is no score fails its own rollout."""
-    checked = [_score_or_error(value, plan) for value in values]
+    if isinstance(values, (Mapping, Set, str, bytes, bytearray)):
+        kind = type(values).__name__
+        raise GraderError(f"group reward {plan.name!r} returned a {kind}; it returns a list, one score for each")
+    checked = [_score_or_error(value, plan) for value in islice(values, n + 1)]
     if len(checked) != n:
-        raise GraderError(f"group reward {plan.name!r} returned {len(checked)} scores for {n} rollouts")
+        found = len(values) if hasattr(values, "__len__") else f"{n}+" if len(checked) > n else len(checked)
+        raise GraderError(f"group reward {plan.name!r} returned {found} scores for {n} rollouts")
     return checked
 
 

@@ -165,7 +165,10 @@ def as_score(value: Any, name: str) -> float:
 
 def as_weight(weight: Any) -> float:
     """A weight, which must be a finite number."""
-    value = float(weight)
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
     if not abs(value) <= LARGEST_SCORE:
         raise ValueError(f"a weight must be a finite number, not {weight!r}")
     return value

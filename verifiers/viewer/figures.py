@@ -41,20 +41,11 @@ def run_page(run: Run) -> dict[str, Any]:
             "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
             "steps": step_counts(index.steps),
             "metric_names": list(index.metrics),
-            "usage": _usage(run, run.metadata.get("retried_usage")),
+            # Also of those that failed and were run again since, of which the metadata tells.
+            "usage": asdict(index.usage + (read_usage(run.metadata.get("retried_usage")) or Usage())),
             "has_advantages": any(not math.isnan(value) for value in index.advantages[:1000]),
             "notices": notices(run),
         }
-
-
-def _usage(run: Run, retried: Any) -> dict[str, Any]:
-    """What all rollouts took, also those that failed and were run again since, of which the metadata tells."""
-    used = Usage(
-        prompt_tokens=run.index.prompt_tokens,
-        completion_tokens=run.index.completion_tokens,
-        cost_usd=run.index.cost_usd,
-    )
-    return asdict(used + (read_usage(retried) or Usage()))
 
 
 def notices(run: Run) -> list[str]:

@@ -19,6 +19,7 @@ import msgspec
 from verifiers.files import lines_of, open_regular
 from verifiers.store import Key, Record, is_failed
 from verifiers.store.checksum import FIELD, is_intact
+from verifiers.types import Usage
 from verifiers.viewer.numbers import as_number
 
 MAX_METRICS: Final = 64  # a file with a new metric in each line must not fill the memory
@@ -94,8 +95,7 @@ class RolloutIndex:
         self.damaged = 0
         self.trouble: str | None = None  # why nothing of it can be read
         self.damaged_lines: list[dict[str, Any]] = []
-        self.prompt_tokens = self.completion_tokens = 0
-        self.cost_usd: float | None = None
+        self.usage = Usage()
         self.end = 0  # bytes read so far
         self.size = 0  # bytes of the file when it was last looked at
         self._line_number = 0
@@ -221,11 +221,12 @@ class RolloutIndex:
         if type(usage) is not dict:
             return math.nan
         prompt, completion = as_number(usage.get("prompt_tokens")), as_number(usage.get("completion_tokens"))
-        self.prompt_tokens += 0 if math.isnan(prompt) else int(prompt)
-        self.completion_tokens += 0 if math.isnan(completion) else int(completion)
         cost = as_number(usage.get("cost_usd"))
-        if not math.isnan(cost):
-            self.cost_usd = (self.cost_usd or 0.0) + cost
+        self.usage += Usage(
+            prompt_tokens=0 if math.isnan(prompt) else int(prompt),
+            completion_tokens=0 if math.isnan(completion) else int(completion),
+            cost_usd=None if math.isnan(cost) else cost,
+        )
         return completion
 
     def _add_metrics(self, metrics: dict[str, Any]) -> None:

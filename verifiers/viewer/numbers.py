@@ -1,4 +1,4 @@
-"""What a file says is a number → a float; whatever is none, or not finite, is NaN in a column and None on a page."""
+"""What a file says is a number → a float; what is none, or beyond all scores, is NaN in a column and None on a page."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from verifiers.types import LARGEST_SCORE
+
 
 def as_number(value: Any) -> float:
     """A value out of a file as a float.
 
-    >>> as_number(2), as_number(True), as_number("2"), as_number(10**400)
-    (2.0, 1.0, nan, nan)
+    >>> as_number(2), as_number(True), as_number("2"), as_number(10**400), as_number(1e308)
+    (2.0, 1.0, nan, nan, nan)
     """
     if type(value) is float or type(value) is int or type(value) is bool:
         try:
             number = float(value)
         except OverflowError:
             return math.nan
-        return number if math.isfinite(number) else math.nan
+        return number if abs(number) <= LARGEST_SCORE else math.nan
     return math.nan
 
 
