@@ -41,6 +41,25 @@ def _zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAPS: tl.constexpr):
     return tl.zeros([BLOCK_N, BLOCK_M], tl.float32) if SWAPS else tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
 
+@triton.jit
+def _sum_products(
+    x_ptr, w_ptr, m, n, M, first, stop, K: tl.constexpr, SWAPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product of rows m of a matrix and rows n of another, over the terms from ``first`` to ``stop``."""
+    k = first + tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m[:, None] * K + k[None, :]
+    w_at = w_ptr + n[None, :] * K + k[:, None]
+    total = _zeros(BLOCK_M, BLOCK_N, SWAPS)
+    for done in range(first, stop, BLOCK_K):
+        is_term = k < K - done + first
+        x = load_terms(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
+        total = _dot(x, load_terms(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    return tl.trans(total) if SWAPS else total
+
+
 @triton.jit(do_not_specialize=["M"])
 def _project(
     x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, out_ptr, M,
@@ -56,18 +75,7 @@ def _project(
     elif column >= N1:
         w_ptr, b_ptr, first = w2_ptr, b2_ptr, N1
     n = column - first + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + m[:, None] * K + k[None, :]
-    w_at = w_ptr + n[None, :] * K + k[:, None]
-    total = _zeros(BLOCK_M, BLOCK_N, SWAPS)
-    for done in range(0, K, BLOCK_K):
-        is_term = k < K - done
-        x = load_terms(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
-        total = _dot(x, load_terms(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
-        x_at += BLOCK_K
-        w_at += BLOCK_K
-    if SWAPS:
-        total = tl.trans(total)
+    total = _sum_products(x_ptr, w_ptr, m, n, M, 0, K, K, SWAPS, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         total += tl.load(b_ptr + n).to(tl.float32)[None, :]
     at = out_ptr + m[:, None] * (N1 + N2 + N3) + first + n[None, :]
@@ -114,18 +122,8 @@ def _project_part(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     first = split * span
-    k = first + tl.arange(0, BLOCK_K)
-    x_at = x_ptr + m[:, None] * K + k[None, :]
-    w_at = w_ptr + n[None, :] * K + k[:, None]
-    total = _zeros(BLOCK_M, BLOCK_N, SWAPS)
-    for done in range(first, tl.minimum(first + span, K), BLOCK_K):
-        is_term = k < K - done + first
-        x = load_terms(x_at, m[:, None] < M, is_term[None, :], K, BLOCK_K)
-        total = _dot(x, load_terms(w_at, True, is_term[:, None], K, BLOCK_K), total, SWAPS)
-        x_at += BLOCK_K
-        w_at += BLOCK_K
-    if SWAPS:
-        total = tl.trans(total)
+    stop = tl.minimum(first + span, K)
+    total = _sum_products(x_ptr, w_ptr, m, n, M, first, stop, K, SWAPS, BLOCK_M, BLOCK_N, BLOCK_K)
     tl.store(part_ptr + (split * M + m)[:, None] * N + n[None, :], total, mask=m[:, None] < M)
 
 
