@@ -10,6 +10,7 @@ import math
 import random
 from statistics import fmean, pstdev
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -48,7 +49,7 @@ FORGETFUL = (  # shows the last message alone: every turn is a sample of its own
 
 
 class Conversation(vf.MultiTurnEnv):
-    """Two turns, the words of the environment between them; every fifth rollout fails, and one row is always a 1."""
+    """Two turns, the words of the environment between them; a fifth of the rollouts fails, and one row is always a 1."""
 
     @vf.stop
     async def is_enough(self, state: Any) -> bool:
@@ -61,10 +62,9 @@ class Conversation(vf.MultiTurnEnv):
 
 
 def environment() -> Any:
-    count = iter(range(1000))
-
     def score(completion: Any, answer: Any) -> float:
-        if next(count) % 5 == 4:
+        # By what was said, not by who is scored first: the same rollouts fail in every run.
+        if crc32(f"{answer} {completion[0]['content']}".encode()) % 5 == 4:
             raise ConnectionError("the judge is down")
         return 1.0 if answer == "1" else making.share_of_e(completion)
 
