@@ -49,7 +49,7 @@ FORGETFUL = (  # shows the last message alone: every turn is a sample of its own
 
 
 class Conversation(vf.MultiTurnEnv):
-    """Two turns, the words of the environment between them; a fifth of the rollouts fails, and one row is always a 1."""
+    """Two turns, the words of the environment between them; some rollouts fail, and one row is always a 1."""
 
     @vf.stop
     async def is_enough(self, state: Any) -> bool:
