@@ -216,7 +216,7 @@ class Rows:
     def superseded(self) -> set[int]:
         """The numbers of rows in whose place there is another."""
         told = enumerate(zip(self.keys, self.failed, strict=True))
-        return superseded(Line(number, 0, key, bool(is_failed)) for number, (key, is_failed) in told)
+        return superseded(Line(number, 0, key, bool(failed)) for number, (key, failed) in told)
 
     def page(self, start: int, n: int, *, order: Sequence[int] | None = None) -> list[Record]:
         """Up to ``n`` records from number ``start`` on, of the file or of an order of one's own."""
