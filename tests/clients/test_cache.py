@@ -167,6 +167,25 @@ def test_models_of_one_name_on_different_servers_are_asked_apart_unless_a_namesp
     assert b"secret-key" not in (tmp_path / "cache.db").read_bytes()
 
 
+def test_a_server_is_the_same_however_its_address_ends_and_a_client_without_one_finds_its_entries_again(
+    tmp_path: Path,
+) -> None:
+    class Addressed:
+        def __init__(self, address: Any) -> None:
+            self.base_url = address
+
+        async def complete(self, request: Request) -> Completion:
+            return await FakeClient(next(replies)).complete(request)
+
+    replies = iter("abcd")
+    for addresses in (["http://here/v1", "http://here/v1/"], [object(), object()]):
+        clients = [CachedClient(Addressed(one), tmp_path / "cache.db") for one in addresses]
+        first, second = (ask(client).text for client in clients)
+        assert first == second
+        for client in clients:
+            client.close()
+
+
 @pytest.mark.parametrize("damage", [b"not json", b"[]", b'{"message": 1}', b"\xff"])
 def test_a_damaged_entry_is_asked_for_again(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     client = CachedClient(FakeClient(["a", "b"]), tmp_path / "cache.db")

@@ -447,6 +447,20 @@ def test_what_could_only_end_in_zeros_is_refused_when_the_environment_is_made(gi
     assert Game(dataset=ROWS, eval_dataset_name="test", difficulty=3).difficulty == 3  # type: ignore[attr-defined]
 
 
+def test_keywords_that_a_subclass_has_or_reads_are_no_slips_of_others() -> None:
+    class Split(vf.SingleTurnEnv):
+        def __init__(self, difficulty: int, **kwargs: Any) -> None:
+            super().__init__(difficulty=difficulty, val_dataset=ROWS, rubrics=[], **kwargs)
+
+        def sizes(self) -> list[int]:
+            return [len(found) for found in (self.val_dataset, self.rubrics)]  # type: ignore[attr-defined]
+
+    made = Split(3, dataset=ROWS)
+    assert (made.difficulty, made.sizes()) == (3, [len(ROWS), 0])  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="did you mean 'difficulty'"):
+        Split(3, dataset=ROWS, dificulty=4)
+
+
 @pytest.mark.parametrize(
     "made",
     [lambda: vf.Rubric(funcs=len), lambda: vf.Rubric(funcs=[len], weights=[None])],

@@ -499,6 +499,13 @@ def test_an_answer_that_is_the_whole_conversation_is_refused_and_not_said_twice(
     assert said(state) == [(ASSISTANT, "x")]
 
 
+def test_any_text_goes_on_from_an_empty_one() -> None:
+    rows = [{"prompt": "", "answer": "x"}]
+    env = env_with(2, rows, env_response=lambda self, messages, state: "hint", message_type="completion")
+    state = env.evaluate(vf.FakeClient(""), "m").rollouts[0]
+    assert (state["error"], state["completion"]) == (None, "hint")
+
+
 @pytest.mark.parametrize("answer", [3, {"content": "hint"}, ({"hints": 1}, "hint"), [HINT, 3], ("hint", {}, 1)])
 def test_an_answer_that_is_no_message_fails_the_rollout_and_is_shown(answer: Any) -> None:
     state = play(env_with(env_response=lambda self, messages, state: answer))

@@ -129,6 +129,9 @@ def test_where_the_data_set_was_corrected_since_the_saved_answers_score_unless_i
     assert [record["answer"] for record in found.records()] == ["1", "1", "2", "3"]
     found = asyncio.run(rescore(env(rows), run))
     assert (found.differing, found.unknown) == (set(), set())
+    rows[1]["info"] = "no JSON"
+    found = asyncio.run(rescore(env(rows), run))
+    assert ([state["reward"] for state in found.states], found.differing) == ([0.0, 1.1, 0.0, 0.0], {1})
 
 
 def test_a_rollout_that_failed_in_grading_gets_a_score_and_one_that_was_never_made_does_not(tmp_path):

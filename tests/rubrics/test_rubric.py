@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -422,14 +423,17 @@ def test_a_rubric_can_score_from_many_threads_at_once() -> None:
     assert rewards == [1.5] * 8
 
 
+@pytest.mark.parametrize("number", [0.75, np.float32(0.75), np.float64(0.75)])
 @pytest.mark.parametrize("name", ["score_rollout", "score_rollout_sync"])
-def test_a_rubric_that_returns_its_reward_as_a_number_scores_by_it_and_its_metrics_are_floats(name: str) -> None:
+def test_a_rubric_that_returns_its_reward_as_a_number_scores_by_it_and_its_metrics_are_floats(
+    name: str, number: Any
+) -> None:
     def score(self: Any, state: State) -> float:
         state["metrics"] = {"is_right": True, "length": 3}
-        return 0.7
+        return number  # type: ignore[no-any-return]
 
     state = rollout("4")
     made = type("Own", (Rubric,), {name: score})()
     found = asyncio.run(made.score_alone(state))
-    assert (found.error, found.reward) == (None, 0.7)
+    assert (found.error, found.reward) == (None, 0.75)
     assert [type(value) for value in found.metrics.values()] == [float, float]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -335,3 +337,19 @@ def test_a_checkpoint_whose_state_is_another_one_is_damaged_and_its_weights_are_
     with pytest.raises(ValueError, match="step-000002 is damaged and cannot be read"):
         trainer.train(resume=True)
     assert torch.equal(trainer.model.lm_head.weight, before)
+
+
+def test_what_is_left_of_a_generation_can_be_sent_whatever_an_environment_keeps_in_its_states(tmp_path: Path) -> None:
+    class Keeping(vf.SingleTurnEnv):
+        async def setup_state(self, state: vf.State) -> None:
+            state["lock"], state["rule"], state["seen"] = threading.Lock(), lambda text: text, {1}
+
+    class Sending:
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:
+            sent.append(pickle.loads(pickle.dumps(trainer.unlearned())))
+
+    sent: list[Any] = []
+    env = Keeping(dataset=making.environment().dataset, rubric=vf.Rubric([making.share_of_e]))
+    making.trainer(tmp_path, env=env, steps_per_generation=2, max_steps=2, callbacks=[Sending()]).train()
+    assert [None if parts is None else len(parts[0]) for parts in sent] == [1, None]
+    assert sent[0][0][0]["states"][0]["seen"] == [1]

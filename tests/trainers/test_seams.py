@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -212,6 +213,19 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
 def test_what_cannot_be_is_said_when_the_trainer_is_built(wrong, said):
     with pytest.raises(ValueError, match=said):
         vf.GRPOConfig(**wrong).check()
+
+
+def test_fields_that_a_subclass_adds_may_have_any_value_and_an_endless_norm_is_no_limit():
+    @dataclass(init=False, repr=False)
+    class Own(vf.GRPOConfig):
+        floor: float = None
+        ceiling: float = math.inf
+
+    made = Own(max_grad_norm=math.inf)
+    made.check()
+    assert (made.floor, made.ceiling, made.max_grad_norm) == (None, math.inf, None)
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
+        Own(temperature=math.inf).check()
 
 
 def test_a_function_in_the_configuration_is_pointed_to_the_trainer():

@@ -398,6 +398,35 @@ def test_the_same_text_sampled_as_different_tokens_is_learned_as_each_was_sample
     assert found == [[6, 7], [5], [6, 7], [5]]
 
 
+def test_equal_replies_are_found_one_after_the_other_while_others_are_sampled_and_the_oldest_are_forgotten() -> None:
+    from verifiers.clients.protocol import Tokens
+    from verifiers.trainers.sampler import Sampler
+
+    tokenizer = tiny.tokenizer()
+    sampler = Sampler(tiny.model(tokenizer), tokenizer, remembers=4)
+
+    def keep(text: str, ids: list[int]) -> None:
+        tokens = Tokens(prompt_ids=[1], completion_ids=ids, logprobs=[-1.0] * len(ids))
+        sampler.keep(Request(model="", prompt="say"), {"role": "assistant", "content": text}, tokens)
+
+    def find(text: str) -> list[list[int]]:
+        return [list(one.completion_ids) for one in sampler.samples("say", text)]
+
+    keep("ab", [5])
+    keep("ab", [6, 7])
+    found = find("ab")
+    keep("other", [8])
+    assert found + find("ab") == [[6, 7], [5]]
+    keep("other", [9])
+    keep("ab", [5, 5])  # in the place of the oldest
+    assert [find("ab")[0] for _ in range(3)] == [[5, 5], [6, 7], [5, 5]]
+    for i in range(3):
+        keep("other", [i])
+    assert (find("ab"), len(find("other"))) == ([[5, 5]], 1)
+    keep("other", [3])
+    assert (find("ab"), find("other")) == ([], [[3]])
+
+
 def test_replies_of_a_batch_larger_than_what_is_sampled_at_once_are_all_known(tmp_path: Any) -> None:
     class Own(vf.GRPOTrainer):
         def get_batch(self) -> Any:

@@ -24,8 +24,7 @@ from verifiers.clients.records import (
     request_record,
     write_json,
 )
-from verifiers.clients.resolve import as_client
-from verifiers.clients.secrets import hide_in_url
+from verifiers.clients.resolve import as_client, server_of
 from verifiers.errors import DeadlineError, Error
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,8 @@ class CachedClient:
     def __init__(self, client: Any, path: str | Path, *, sampled: bool = False, namespace: str | None = None) -> None:
         self.client: Client = as_client(client)
         self.sampled = sampled
-        self.namespace = hide_in_url(self.base_url) if namespace is None else namespace
+        server = server_of(self.client) if namespace is None else namespace
+        self.namespace = server if isinstance(server, str) else ""
         self.hits = 0
         self.misses = 0
         self._file = _File(Path(path))

@@ -238,7 +238,7 @@ def _reply_of(said: Any, messages: Messages) -> list[ChatMessage]:
             f"env_response returned {said!r:.200}; it returns a text, a message with a role, a list of messages, "
             "or one of these and a state"
         )
-    if type(said) is type(messages) and said[: len(messages)] == messages:
+    if messages and type(said) is type(messages) and said[: len(messages)] == messages:
         raise HookError("env_response returned the whole conversation; it returns only what the environment says next")
     return reply
 

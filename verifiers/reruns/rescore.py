@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,8 @@ def _other_answers(record: Record, row: Row) -> Row:
     """What is to be known of a rollout, as its row has it now; nothing where it is what was saved."""
     given = {name: row.get(name) for name in ("answer", "info") if row.get(name) is not None}
     if isinstance(info := given.get("info"), str):
-        given["info"] = msgspec.json.decode(info)
+        with suppress(msgspec.DecodeError):  # a text that is no JSON is another info, of which its function can tell
+            given["info"] = msgspec.json.decode(info)
     return {name: value for name, value in given.items() if to_json(value) != to_json(record.get(name))}
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 from verifiers import calls
@@ -251,7 +252,7 @@ class Rubric:
                 if isinstance(result, Mapping) and "reward" in result:
                     flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
                     return Score(reward=flat.pop("reward"), metrics=flat)
-                if isinstance(result, (int, float)):
+                if isinstance(result, Real):  # of NumPy, too
                     state["reward"] = result
                 return _score_in(state, own.__name__)
         except BaseException as error:  # foreign code

@@ -6,7 +6,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -102,9 +102,11 @@ class Config:
             raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
     def _require_kinds(self) -> None:
+        ours = [base for base in type(self).__mro__ if base.__module__.startswith("verifiers.") and is_dataclass(base)]
+        known = {one.name for base in ours for one in fields(base)}
         for one in fields(self):
             names = str(one.type).split(" | ")
-            if not _KINDS.keys() >= set(names):  # a field of a subclass
+            if one.name not in known or not _KINDS.keys() >= set(names):  # what a subclass has of its own, it checks
                 continue
             value, kinds = getattr(self, one.name), [_KINDS[name] for name in names]
             is_right = any(
@@ -173,6 +175,8 @@ class TrainingConfig(Config):
 
     def check(self, processes: int = 1) -> None:
         """Raise ValueError for settings that are wrong, alone or in this number of processes."""
+        if self.max_grad_norm == math.inf:  # the norm is measured all the same
+            self.max_grad_norm = None
         self._require_kinds()
         for name in ("batch_size", "gradient_accumulation_steps", "logging_steps"):
             self._require(name, is_count(getattr(self, name)), "at least 1")

@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat
 from verifiers.envs.remote.parcels import attached, detached
 from verifiers.errors import GraderError
 from verifiers.messages import as_messages, content_text
+from verifiers.store.plain import plain
 from verifiers.trainers.advantages import Advantage, Estimator, Gather, as_ordered, checked, mean_advantage
 from verifiers.trainers.distributed.processes import all_gather
 from verifiers.types import State
@@ -154,7 +155,9 @@ class Batch(dict[str, list[Any]]):
         columns = {name: values for name, values in self.items() if name != "completions"}
         about = {name: getattr(self, name) for name in ("sampled", "tokens", "cursor", "reward_weights")}
         states, failed = ([detached(one)[0] for one in some if one] for some in (self.states, self.failed))
-        return {"columns": columns, "states": states, "failed": failed, **about}
+        # Whatever environments keep in their states: it is sent to another process, and written as JSON.
+        found: dict[str, Any] = plain({"columns": columns, "states": states, "failed": failed, **about})
+        return found
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Batch:

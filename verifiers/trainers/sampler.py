@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -44,9 +44,11 @@ class Sampler(LocalModel):
         self, *args: Any, remembers: int = 4096, default_args: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._default_args = flat(default_args)
-        self._kept: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
-        self._index: dict[tuple[Any, ...], deque[Tokens]] | None = None  # of what was kept, by prompt and reply
+        self._remembers, self._default_args = remembers, flat(default_args)
+        self._unsorted: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
+        self._sampled: dict[tuple[Any, ...], deque[Tokens]] = {}  # by prompt and reply
+        self._order: deque[tuple[Any, ...]] = deque()  # the keys of what was sorted, in the order of sampling
+        self._found: Counter[tuple[Any, ...]] = Counter()  # searches since the newest of equal replies
 
     async def complete(self, request: Request) -> Completion:
         given = request.sampling
@@ -62,22 +64,30 @@ class Sampler(LocalModel):
         """Remember the tokens of a reply, and forget those of the oldest."""
         # A copy: the caller may append to its list of messages.
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-        self._kept.append((prompt, dict(message), tokens))
-        self._index = None
+        self._unsorted.append((prompt, dict(message), tokens))
+
+    def _sort(self) -> None:
+        """Index what was kept; only when it is searched, which is rare."""
+        while self._unsorted:
+            *said, tokens = self._unsorted.popleft()
+            self._order.append(key := _key(*said))
+            self._sampled.setdefault(key, deque()).append(tokens)
+            self._found.pop(key, None)
+        while len(self._order) > self._remembers:
+            self._sampled[oldest := self._order.popleft()].popleft()
+            if not self._sampled[oldest]:
+                del self._sampled[oldest]
+                self._found.pop(oldest, None)
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
         """The tokens of a reply; of equal replies those of the newest, the next time those of the one before: the
         older ones may be of earlier weights."""
-        index = self._index
-        if index is None:  # made only when it is searched, which is rare
-            self._index = index = {}
-            for *said, tokens in list(self._kept):
-                index.setdefault(_key(*said), deque()).append(tokens)
-        equal = index.get(_key(prompt, reply))
-        if equal is None:
+        self._sort()
+        key = _key(prompt, reply)
+        if (equal := self._sampled.get(key)) is None:
             return None
-        equal.rotate(1)
-        return equal[0]
+        self._found[key] += 1
+        return equal[-(self._found[key] % len(equal) or len(equal))]
 
     def samples(self, prompt: Any, completion: Any) -> list[Sample]:
         """The samples of a conversation with this client; none if the tokens of any of its replies are not known."""
