@@ -19,7 +19,7 @@ from verifiers.clients.activity import note_reply
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
-from verifiers.envs.arguments import check_names, check_scorers
+from verifiers.envs.arguments import check_scorers, slips
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -121,7 +121,8 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
-        check_names(type(self), kwargs)
+        for name, meant in slips(type(self), kwargs).items():
+            self.logger.warning("the keyword %r is kept as an attribute; did you mean %r?", name, meant)
         for name, value in kwargs.items():
             if callable(getattr(type(self), name, None)):
                 raise TypeError(f"{type(self).__name__}() got the keyword {name!r}, which is one of its methods")
