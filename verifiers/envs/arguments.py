@@ -27,8 +27,9 @@ def slips(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
     known = {name for base in cls.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
     found = {}
     for name in extra.keys() - known:
-        meant = [one for one in difflib.get_close_matches(name, known, cutoff=ALIKE) if abs(len(one) - len(name)) <= 2]
-        found.update({name: one for one in meant[:1]})
+        close = difflib.get_close_matches(name, known, cutoff=ALIKE)
+        if meant := next((one for one in close if abs(len(one) - len(name)) <= 2), None):
+            found[name] = meant
     return found
 
 
