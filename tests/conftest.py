@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 if not any(Path(f"/dev/{name}").exists() for name in ("nvidia0", "dxg", "kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # no card: kernels run on the CPU; read when Triton is imported
+# A suite started in the background (`nohup make test &`) ignores these signals, and so would the programs of its tests.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _caches = tempfile.TemporaryDirectory(prefix="verifiers-tests-", ignore_cleanup_errors=True)
 os.environ["HF_HOME"] = _caches.name
 
