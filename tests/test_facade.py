@@ -83,7 +83,6 @@ PUBLIC = [
     "ResponsesClient",
     "Results",
     "RewardFunc",
-    "RolloutCancelledError",
     "RolloutInput",
     "RolloutOutput",
     "RolloutScore",

@@ -30,7 +30,7 @@ _NAMES = {
     "envs.tool_env": "ToolEnv",
     "errors": "AccessRefusedError BadReplyError ConnectionFailedError DeadlineError EmptyModelResponseError "
     "EndpointDownError Error GraderError HookError InfraError InvalidModelResponseError JudgeError ModelError "
-    "OverlongPromptError RateLimitError RequestRefusedError RolloutCancelledError RunDeadlineError SandboxError "
+    "OverlongPromptError RateLimitError RequestRefusedError RunDeadlineError SandboxError "
     "ServerError ToolCallError ToolError ToolParseError WorkerError",
     "integrations.openenv.env": "OpenEnv",
     "logs": "log_level print_prompt_completions_sample quiet_verifiers setup_logging",

@@ -130,10 +130,6 @@ class JudgeError(GraderError):
     """A judge model was unreachable or gave a reply without a score."""
 
 
-class RolloutCancelledError(InfraError):
-    """The run was stopped before this rollout finished."""
-
-
 class RunDeadlineError(InfraError):
     """The time of the whole run was over before this rollout was done."""
 

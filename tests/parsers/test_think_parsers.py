@@ -49,6 +49,7 @@ def test_an_answer_after_a_thought_is_read_whole(thought: str, answer: str) -> N
         ("<think>2+2</think>4", 1.0),
         ("\n<think>\n2+2\n</think>\n4", 1.0),
         ("<think>2+2</think>", 0.0),
+        ("<think>2+2</think> \n", 0.0),
         ("2+2</think>4", 0.0),
         ("<think>2+2 4", 0.0),
         ("Hm <think>2+2</think>4", 0.0),

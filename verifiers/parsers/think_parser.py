@@ -39,7 +39,6 @@ class ThinkParser(Parser):
 
 
 def _thinks_then_answers(text: str) -> float:
-    is_well_formed = (
-        text.lstrip().startswith(OPEN) and text.count(OPEN) == 1 and text.count(CLOSE) == 1 and not text.endswith(CLOSE)
-    )
+    text = text.strip()
+    is_well_formed = text.startswith(OPEN) and text.count(OPEN) == text.count(CLOSE) == 1 and not text.endswith(CLOSE)
     return 1.0 if is_well_formed else 0.0
