@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.venvs import ROOT, python_with
 from verifiers.cli.main import vf as program
+from verifiers.integrations.vllm.launch import prepare
 
 yaml = pytest.importorskip("yaml")
 FOLDER = ROOT / "examples" / "cluster"
@@ -36,6 +37,11 @@ def test_the_slurm_script_is_a_shell_script_whose_commands_exist() -> None:
     text = SLURM.read_text().replace("\\\n", " ")
     (command,) = re.findall(r"\bvf (train .*)", text)
     check_command(shlex.split(command.replace('"${resume[@]}"', "--resume x")))
+    (started,) = re.findall(r"\bvf-vllm (.*) &", text)
+    known = {"--model", "--generation-config", "--host", "--port", "--data-parallel-size"}
+    flags, _ = prepare(shlex.split(started), known)
+    assert flags[flags.index("--model") + 1] == "$MODEL"
+    assert "--sampler http://$sampler:$SAMPLER_PORT/v1" in " ".join(shlex.split(command))
     options = re.findall(r"^#SBATCH --([a-z-]+)=?", text, re.MULTILINE)
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "time", "output"} <= set(options)
 
