@@ -19,7 +19,7 @@ from verifiers.engine.files import smollm2
 from verifiers.engine.files.gguf import GGUF
 from verifiers.engine.files.gguf_model import config_of, model_of, quietly
 from verifiers.engine.files.gguf_tokenizer import tokenizer_of
-from verifiers.engine.files.weights import check_numbers
+from verifiers.engine.files.weights import INDEX, WHOLE, check_numbers
 from verifiers.errors import chain_of
 
 logger = logging.getLogger("verifiers.engine")
@@ -241,7 +241,7 @@ def _check_numbers(place: str | Path, model: Any, kwargs: dict[str, Any]) -> Non
     if how is not None and hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer"):
         kind = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
         raise ValueError(f"{place} is quantised by {kind!r}, which this release of transformers does not know")
-    if how is None and isinstance(place, Path) and any(place.glob("*.safetensors")):
+    if how is None and isinstance(place, Path) and any((place / name).is_file() for name in (WHOLE, INDEX)):
         check_numbers(dict(model.named_parameters()), place)
 
 
