@@ -246,6 +246,21 @@ def test_adapters_saved_where_the_model_is_that_they_adapt_leave_it_there(tmp_pa
     torch.testing.assert_close(vf.get_model(folder)(tokens).logits, trainer.model.eval()(tokens).logits)
 
 
+def test_adapters_that_were_saved_are_trained_further(tmp_path: Path) -> None:
+    making.trainer(tmp_path).save_model(tmp_path / "model")
+    first = making.trainer(tmp_path, model=str(tmp_path / "model"), peft_config=vf.lora_defaults(r=4))
+    first.save_model(tmp_path / "adapters")
+    trainer = making.trainer(tmp_path, model=str(tmp_path / "adapters"), kl_coef=0.1)
+    assert trainer.weights.names and all("lora_" in name for name in trainer.weights.names)
+    report = trainer.train()
+    assert report.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    trainer.save_model(tmp_path / "further")
+    tokens = torch.arange(5)[None]
+    further, before = (vf.get_model(tmp_path / name)(tokens).logits for name in ("further", "adapters"))
+    torch.testing.assert_close(further, trainer.model.eval()(tokens).logits)
+    assert not torch.equal(further, before)
+
+
 def test_what_is_exported_holds_nothing_of_a_training(tmp_path: Path) -> None:
     making.trainer(tmp_path, steps_per_generation=2, max_steps=1, save_steps=1, kl_coef=0.1).train()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"

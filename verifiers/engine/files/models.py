@@ -68,7 +68,8 @@ def get_model(
     before_weights: BeforeWeights | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model to train: every weight takes gradients, ``save_pretrained`` works; float32 unless on a GPU.
+    """A model to train: every weight takes gradients (with adapters: every one of theirs), ``save_pretrained`` works;
+    float32 unless on a GPU.
 
     ``before_weights`` is as in `load`.
     """
@@ -81,7 +82,10 @@ def get_model(
     if not isinstance(place, str | Path):
         return place
     target, wanted = _checked(place, device, dtype, before_weights, options)
-    return _model(place, target, wanted, options)
+    model = _model(place, target, wanted, options)
+    if hasattr(model, "peft_config"):  # transformers freezes the adapters of a folder
+        model.set_adapter(model.active_adapters())
+    return model
 
 
 def _checked(
