@@ -13,7 +13,6 @@ from torch import Tensor
 from verifiers.trainers.learning.logprobs import TokenScorer
 from verifiers.trainers.learning.micro_batches import MicroBatch
 
-
 # Beginnings of LoRA that move a part of the weights into the adapters: without them it is another model.
 TAKEN_FROM_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
