@@ -98,7 +98,7 @@ class Lane:
     def __init__(self) -> None:
         self._gathered: list[Call] = []
         self._runner = _Runner()
-        self._watch: asyncio.TimerHandle | None = None
+        self._is_watched = False  # no handle is kept: it holds the loop, which would never be freed
 
     def submit(self, call: Call) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
@@ -112,12 +112,16 @@ class Lane:
         calls, self._gathered = self._gathered, []
         loop = asyncio.get_running_loop()
         self._runner.take(calls, loop)
-        if self._watch is None:
-            self._watch = loop.call_later(deadlines.HELD_S / 2, self._look)
+        if not self._is_watched:
+            self._watch(loop)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_watched = True
+        loop.call_later(deadlines.HELD_S / 2, self._look)
 
     def _look(self) -> None:
         runner, loop = self._runner, asyncio.get_running_loop()
-        self._watch = None
+        self._is_watched = False
         runner.settle()  # what was done before a call that holds the lane
         held_by = runner.current
         if held_by is not None and time.perf_counter() - held_by.began > deadlines.HELD_S:
@@ -127,7 +131,7 @@ class Lane:
             if rest := runner.replace():
                 self._runner.take(rest, loop)
         if self._runner.is_busy:
-            self._watch = loop.call_later(deadlines.HELD_S / 2, self._look)
+            self._watch(loop)
 
 
 class _Runner:

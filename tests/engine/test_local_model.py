@@ -770,3 +770,23 @@ def test_closing_gives_the_cache_back_even_where_the_module_is_its_owners() -> N
     local.close()
     gc.collect()
     assert cache() is None
+
+
+def test_a_model_that_was_evaluated_by_plain_code_is_freed_with_its_last_user() -> None:
+    """Whatever kept the loops of such calls would keep their models, one a call."""
+
+    def right(completion: Any) -> float:
+        return float(len(completion))
+
+    env = SingleTurnEnv(dataset=[{"question": f"{i}"} for i in range(4)], rubric=Rubric([right]))
+    held = []
+    for _ in range(3):
+        model = tiny.model(TOKENIZER)
+        held.append(weakref.ref(model))
+        env.generate_sync(client=LocalModel(model, TOKENIZER, rows=4), model="", sampling_args={"max_tokens": 2})
+        del model
+    deadline = time.monotonic() + 5
+    while any(one() is not None for one in held) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert [one() for one in held] == [None] * 3

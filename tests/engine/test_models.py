@@ -187,6 +187,18 @@ def test_weights_in_few_bits_without_a_word_on_how_to_read_them_are_refused(tmp_
     assert all(torch.equal(value, before[key]) for key, value in live.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["._model.safetensors", "consolidated.safetensors", weights.INDEX])
+def test_files_beside_those_of_a_model_are_not_read(name: str, tmp_path: Path) -> None:
+    folder, model = saved(tmp_path), random_model()
+    (folder / name).write_text('{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}')
+    assert torch.equal(models.get_model(folder).lm_head.weight, model.lm_head.weight)
+    weights.load_into(model, folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (folder / weights.INDEX).unlink(missing_ok=True)
+    assert torch.equal(models.get_model(folder).lm_head.weight, model.lm_head.weight)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -231,6 +231,45 @@ def test_adapters_replace_a_model_in_a_folder_and_keep_the_configuration_of_some
     assert not {"config.json", "model.safetensors"} & names
 
 
+def test_adapters_saved_where_the_model_is_that_they_adapt_leave_it_there(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    making.trainer(tmp_path).save_model(folder)
+    (folder / "README.md").write_text("mine")
+    base = (folder / "model.safetensors").read_bytes()
+    trainer = making.trainer(tmp_path, model=str(folder), peft_config=vf.lora_defaults(r=4))
+    trainer.train()
+    for _ in range(2):
+        trainer.save_model(folder)
+    assert (folder / "model.safetensors").read_bytes() == base
+    assert (folder / "README.md").read_text() == "mine"
+    tokens = torch.arange(5)[None]
+    torch.testing.assert_close(vf.get_model(folder)(tokens).logits, trainer.model.eval()(tokens).logits)
+
+
+def test_adapters_that_were_saved_are_trained_further(tmp_path: Path) -> None:
+    making.trainer(tmp_path).save_model(tmp_path / "model")
+    first = making.trainer(tmp_path, model=str(tmp_path / "model"), peft_config=vf.lora_defaults(r=4))
+    first.save_model(tmp_path / "adapters")
+    trainer = making.trainer(tmp_path, model=str(tmp_path / "adapters"), kl_coef=0.1)
+    assert {"lora_" in name for name in trainer.weights.names} == {True}
+    report = trainer.train()
+    assert report.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    trainer.save_model(tmp_path / "further")
+    tokens = torch.arange(5)[None]
+    further, before = (vf.get_model(tmp_path / name)(tokens).logits for name in ("further", "adapters"))
+    torch.testing.assert_close(further, trainer.model.eval()(tokens).logits)
+    assert not torch.equal(further, before)
+
+
+def test_what_is_exported_holds_nothing_of_a_training(tmp_path: Path) -> None:
+    making.trainer(tmp_path, steps_per_generation=2, max_steps=1, save_steps=1, kl_coef=0.1).train()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    making.trainer(tmp_path).save_model(tmp_path / "model")
+    export_checkpoint(checkpoint, tmp_path / "exported")
+    names = [{one.name for one in (tmp_path / folder).iterdir()} for folder in ("exported", "model")]
+    assert names[0] == names[1]
+
+
 def test_a_model_is_saved_into_the_current_folder_which_stays_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,17 @@ def test_only_adapters_move_with_lora_and_the_reference_is_the_model_without_the
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+def test_the_reference_of_adapters_that_are_taken_from_the_weights_is_the_model_before_training(tmp_path, begun):
+    adapters = vf.lora_defaults(r=4, init_lora_weights=begun)
+    whole = making.trainer(tmp_path / "whole", peft_config=adapters, kl_coef=0.1).train()
+    assert whole.steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    parts = {"peft_config": adapters, "kl_coef": 0.1, "save_steps": 1}
+    making.trainer(tmp_path / "parts", max_steps=1, **parts).train()
+    resumed = making.trainer(tmp_path / "parts", **parts).train(resume=True)
+    assert [one["kl"] for one in resumed.steps] == pytest.approx([one["kl"] for one in whole.steps], abs=1e-6)
+
+
 def test_the_divergence_holds_the_policy_back(tmp_path):
     free = making.trainer(tmp_path / "free", max_steps=10, kl_coef=1e-9).train()
     held = making.trainer(tmp_path / "held", max_steps=10, kl_coef=3.0).train()

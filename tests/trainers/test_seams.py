@@ -228,6 +228,28 @@ def test_fields_that_a_subclass_adds_may_have_any_value_and_an_endless_norm_is_n
         Own(temperature=math.inf).check()
 
 
+class Workers:
+    """As those of Ray; they play nothing here."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def player(self, *args: Any) -> Any:
+        raise AssertionError("saved rollouts are not played")
+
+
+def test_settings_that_are_no_json_are_saved_with_a_checkpoint(tmp_path):
+    saved = [{"prompt": "a", "completion": one, "reward": float(one == "b")} for one in "bcde"]
+    own = {"workers": Workers(), "sampling_args": {"stop_token_ids": {5, 6}}, "batch_size": 4, "save_steps": 1}
+    making.trainer(tmp_path, dataset=saved, **own).train()
+    report = making.trainer(tmp_path, dataset=saved, max_steps=4, **own | {"workers": Workers()}).train(resume=True)
+    assert [one["notice"] for one in report.notices if "resumed" in one["notice"]] == [
+        "resumed with other settings than before: max_steps=4 (was 3)"
+    ]
+
+
 def test_a_function_in_the_configuration_is_pointed_to_the_trainer():
     with pytest.raises(TypeError, match=r"pass a function to GRPOTrainer\(loss=...\)"):
         vf.GRPOConfig(loss=lambda logprobs: logprobs).check()

@@ -443,6 +443,21 @@ def test_replies_of_a_batch_larger_than_what_is_sampled_at_once_are_all_known(tm
     assert report.last.get("refused", 0) == 0
 
 
+@pytest.mark.parametrize("ahead", [{"steps_per_generation": 2}, {"num_batches_ahead": 1}], ids=str)
+def test_texts_that_wait_to_be_learned_from_are_known_whatever_is_evaluated_meanwhile(
+    ahead: dict[str, int], tmp_path: Any
+) -> None:
+    class Texts(vf.GRPOTrainer):
+        def get_batch(self) -> Any:
+            prompts = [row["prompt"] for row in self.rows.take(self.rows_per_generation)]
+            texts = [text for prompt in prompts for text in self.generate([prompt] * 4)]
+            return {"prompts": prompts, "completions": texts, "rewards": [i % 4 / 4 for i in range(len(texts))]}
+
+    often = {"eval_steps": 1, "eval_rollouts_per_example": 16}
+    report = making.trainer(tmp_path, Texts, batch_size=8, max_steps=4, **often, **ahead).train()
+    assert [step.get("refused") for step in report.steps] == [None] * 4
+
+
 def test_a_text_that_the_policy_says_again_after_an_update_has_the_logprobs_of_this_time(tmp_path: Any) -> None:
     class Own(vf.GRPOTrainer):
         def get_batch(self) -> Any:

@@ -28,7 +28,9 @@ from verifiers.trainers.reference import Reference
 from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
+CARD = "README.md"
 UNLEARNED = "unlearned.json"  # of a generation that is shared by several updates: what is left, by process
+OWN_FILES = (STATE, TENSORS, REFERENCE, UNLEARNED)  # of a checkpoint, beside those of the model
 MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
 ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
@@ -58,7 +60,8 @@ def set_aside(root: Path, step: int) -> None:
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
     """Write a model, or its adapters, and its tokenizer; nothing is replaced before all of it has been written.
 
-    In a folder that exists the files of others are kept, and a model's files replaced.
+    In a folder that exists the files of others are kept (a README, too), and a model's files replaced, unless it is the
+    model that these adapters adapt.
     """
     path = Path(path).resolve()
     # No file can be moved into a mount point from beside it, and none written beside a folder in a read-only one.
@@ -79,10 +82,14 @@ def _move_into(path: Path, staging: Path) -> None:
     Meanwhile it has no configuration: where this is stopped by a kill, files of two models cannot be loaded as one.
     """
     files = [file.relative_to(staging) for file in staging.rglob("*") if file.is_file()]
+    if (path / CARD).exists():  # peft writes one with adapters
+        files = [file for file in files if file != Path(CARD)]
     earlier = [one for one in path.iterdir() if _MODEL.fullmatch(one.name)]
     has_weights = any(not one.name.startswith("adapter_") for one in earlier)
     if has_weights or Path("config.json") in files:  # else it is of something else than a model
         earlier.append(path / "config.json")
+    if _adapts(staging, path):
+        earlier = [one for one in earlier if one.name.startswith("adapter_")]
     for one in sorted(earlier, key=_is_configuration, reverse=True):
         one.unlink(missing_ok=True)
     sync_folder(path)
@@ -90,6 +97,14 @@ def _move_into(path: Path, staging: Path) -> None:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (staging / file).replace(path / file)
     shutil.rmtree(staging)
+
+
+def _adapts(adapters: Path, path: Path) -> bool:
+    """Do these adapters, if they are any, adapt the model in that folder?"""
+    if not (adapters / "adapter_config.json").is_file():
+        return False
+    base = json.loads((adapters / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    return base is not None and Path(base).expanduser().resolve() == path
 
 
 def _is_configuration(file: Path) -> bool:

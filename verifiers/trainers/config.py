@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verifiers.envs.remote.workers import check_workers
+from verifiers.envs.remote.workers import Workers, check_workers
 from verifiers.trainers import sampling
 from verifiers.trainers.advantages import ESTIMATORS, SCALES
 from verifiers.trainers.base_config import TrainingConfig, is_count
@@ -63,7 +63,7 @@ class GRPOConfig(TrainingConfig):
     max_concurrent: int = -1
     num_batches_ahead: int = 0
     max_staleness: int | None = None
-    workers: str | None = None
+    workers: str | Workers | None = None
 
     # the objective
     loss_type: str = "dr_grpo"

@@ -220,7 +220,8 @@ class GRPOTrainer(Trainer):
         each = self.config.eval_rollouts_per_example
         self._start_sampling("eval", len(inputs) * each, is_disjoint=True)
         how = {"rollouts_per_example": each, "sampling_args": asked, "use_tqdm": False, "score": True}
-        results: Results = self.env.generate_sync(**self._generate_args(inputs, Tally()) | how)
+        with sampler.nothing_remembered():
+            results: Results = self.env.generate_sync(**self._generate_args(inputs, Tally()) | how)
         return results
 
     def generate(self, prompts: Sequence[Any]) -> list[Reply]:

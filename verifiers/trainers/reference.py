@@ -13,16 +13,21 @@ from torch import Tensor
 from verifiers.trainers.learning.logprobs import TokenScorer
 from verifiers.trainers.learning.micro_batches import MicroBatch
 
+# Beginnings of LoRA that move a part of the weights into the adapters: without them it is another model.
+TAKEN_FROM_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
 
 class Reference:
-    """A frozen copy of the policy before training; with LoRA, the model with its adapters disabled.
+    """A frozen copy of the policy before training; with LoRA, the model with its adapters disabled, where that is it.
 
     ``version`` counts changes of the copy (``sync_ref_model``): one that was saved is not written again.
     """
 
     def __init__(self, model: Any) -> None:
         self._policy = model
-        self.is_adapter = hasattr(model, "disable_adapter")
+        begun = [getattr(one, "init_lora_weights", True) for one in getattr(model, "peft_config", {}).values()]
+        is_whole = not any(isinstance(one, str) and one.startswith(TAKEN_FROM_WEIGHTS) for one in begun)
+        self.is_adapter = hasattr(model, "disable_adapter") and is_whole
         self.model = model if self.is_adapter else copy.deepcopy(model).eval().requires_grad_(False)
         self.scorer = TokenScorer(self.model)
         self.version = 0

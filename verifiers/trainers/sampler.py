@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from verifiers.trainers.config import GRPOConfig
     from verifiers.trainers.memory.plan import MemoryPlan
 
+_remembers_here: ContextVar[bool] = ContextVar("remembers_here", default=True)
 ROUNDING = 1.001  # what two ways of counting the same bytes may differ by
 
 
@@ -56,7 +58,7 @@ class Sampler(LocalModel):
             defaults = {name: self._default_args[name] for name in self._default_args.keys() - names(given)}
             request = replace(request, sampling={**given, **defaults})
         completion = await super().complete(request)
-        if completion.tokens is not None:
+        if completion.tokens is not None and _remembers_here.get():
             self.keep(request, completion.message, completion.tokens)
         return completion
 
@@ -104,6 +106,16 @@ class Sampler(LocalModel):
                 steps.append({"tokens": step_tokens(tokens)})
             messages = [*messages, message]
         return samples_of(steps)
+
+
+@contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """Replies that are sampled within the block are not trained on: they displace none that may be."""
+    before = _remembers_here.set(False)
+    try:
+        yield
+    finally:
+        _remembers_here.reset(before)
 
 
 def _key(prompt: Any, reply: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from verifiers.engine.files import smollm2
 from verifiers.engine.files.gguf import GGUF
 from verifiers.engine.files.gguf_model import config_of, model_of, quietly
 from verifiers.engine.files.gguf_tokenizer import tokenizer_of
-from verifiers.engine.files.weights import check_numbers
+from verifiers.engine.files.weights import INDEX, WHOLE, check_numbers
 from verifiers.errors import chain_of
 
 logger = logging.getLogger("verifiers.engine")
@@ -68,7 +68,8 @@ def get_model(
     before_weights: BeforeWeights | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model to train: every weight takes gradients, ``save_pretrained`` works; float32 unless on a GPU.
+    """A model to train: every weight takes gradients (with adapters: every one of theirs), ``save_pretrained`` works;
+    float32 unless on a GPU.
 
     ``before_weights`` is as in `load`.
     """
@@ -81,7 +82,10 @@ def get_model(
     if not isinstance(place, str | Path):
         return place
     target, wanted = _checked(place, device, dtype, before_weights, options)
-    return _model(place, target, wanted, options)
+    model = _model(place, target, wanted, options)
+    if hasattr(model, "peft_config"):  # transformers freezes the adapters of a folder
+        model.set_adapter(model.active_adapters())
+    return model
 
 
 def _checked(
@@ -241,7 +245,7 @@ def _check_numbers(place: str | Path, model: Any, kwargs: dict[str, Any]) -> Non
     if how is not None and hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer"):
         kind = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
         raise ValueError(f"{place} is quantised by {kind!r}, which this release of transformers does not know")
-    if how is None and isinstance(place, Path) and any(place.glob("*.safetensors")):
+    if how is None and isinstance(place, Path) and any((place / name).is_file() for name in (WHOLE, INDEX)):
         check_numbers(dict(model.named_parameters()), place)
 
 

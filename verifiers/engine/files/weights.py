@@ -15,16 +15,18 @@ import torch
 from verifiers.engine.files.gguf_model import quietly
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """The safetensors files of a path: itself, or those of a folder (by its index, where it has one)."""
+    """The safetensors files of a path: itself, or those of a folder, as transformers finds them where it does."""
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is neither a folder nor a .safetensors file")
+    if (path / WHOLE).is_file():
+        return [path / WHOLE]
     if (path / INDEX).is_file():
         listed = json.loads((path / INDEX).read_text())["weight_map"].values()
         files = [path / Path(name).name for name in sorted(set(listed))]

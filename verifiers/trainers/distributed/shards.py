@@ -78,14 +78,14 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     """Convert a checkpoint, sharded or not, to a folder of safetensors that transformers (adapters: peft) loads."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from verifiers.trainers.checkpoints import save_model
+    from verifiers.trainers.checkpoints import OWN_FILES, save_model
 
     checkpoint, path = Path(checkpoint), Path(path)
     is_sharded = (checkpoint / FOLDER / ".metadata").is_file()
     if not is_sharded and not any(checkpoint.glob("*.safetensors")):
         raise ValueError(f"{checkpoint} is no checkpoint of a training: it has neither {FOLDER} nor safetensors")
     if not is_sharded or (checkpoint / "adapter_config.json").is_file():  # adapters are also saved in full
-        shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(FOLDER, "trainer.*", "reference.pt"))
+        shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(FOLDER, *OWN_FILES))
         return path
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     config = AutoConfig.from_pretrained(checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from verifiers.notebooks import image_html, page_html, text_html
 from verifiers.results import Results
 from verifiers.rubrics.signature import name_of
 from verifiers.store import RunDir, safe_name
+from verifiers.store.plain import plain
 from verifiers.trainers import checkpoints
 from verifiers.trainers.advantages import mean_advantage
 from verifiers.trainers.batch import Batch
@@ -48,7 +48,7 @@ NO_EVAL_ROWS = (
     "evaluations are of the training rows, as the environment has no others: they do not tell learning from learning "
     "by heart; pass eval_dataset= to the trainer or to the environment"
 )
-_UNLEARNED = re.compile(r"output_dir|run_name|logging_steps|report_to|show_progress|log_rollouts|(eval|save)_")
+_UNLEARNED = re.compile(r"output_dir|run_name|logging_steps|report_to|show_progress|log_rollouts|workers|(eval|save)_")
 
 
 class Report:
@@ -295,7 +295,8 @@ class Report:
         adapters = getattr(trainer.unwrapped_model, "peft_config", {}).values()
         scales = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
         own = {name: getattr(one, name) for one in adapters for name in scales if hasattr(one, name)}
-        return {**trainer.config.to_dict(), **self._functions, **own, "rows": len(trainer.rows)}
+        own |= {**trainer.config.to_dict(), **self._functions, "rows": len(trainer.rows)}
+        return dict(plain(own))
 
     def finish(self) -> None:
         """Write the plot and the audit."""
@@ -361,8 +362,8 @@ def _changes(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ['seed=1 (was 0)']
     """
     before = state.get("config") or {}
-    plain = json.loads(json.dumps({name: now[name] for name in before if name in now and not _UNLEARNED.match(name)}))
-    return [f"{name}={value!r} (was {before[name]!r})" for name, value in plain.items() if value != before[name]]
+    known = {name: now[name] for name in before if name in now and not _UNLEARNED.match(name)}
+    return [f"{name}={value!r} (was {before[name]!r})" for name, value in known.items() if value != before[name]]
 
 
 def _backend_of(trainer: Trainer) -> str:
