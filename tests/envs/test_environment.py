@@ -291,6 +291,16 @@ def test_score_rollout_on_the_environment_replaces_the_rubric(returned: Any, met
     assert results.states[0]["metrics"] == {**metrics, "num_turns": 1.0}
 
 
+def test_score_rollout_on_the_environment_may_return_the_state() -> None:
+    class Own(vf.SingleTurnEnv):
+        async def score_rollout(self, state: vf.State) -> vf.State:  # type: ignore[override]
+            state["reward"], state["metrics"] = 0.5, {"style": 1}
+            return state
+
+    results = evaluate(Own(dataset=ROWS))
+    assert (results["rewards"], results["style"]) == ([0.5, 0.5], [1.0, 1.0])
+
+
 def test_score_rollout_may_ask_super_and_a_failure_of_the_rubric_stays_the_cause() -> None:
     def picky(completion: Any, answer: str) -> float:
         if answer == "6":

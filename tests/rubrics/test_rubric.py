@@ -394,6 +394,32 @@ def test_a_subclass_composes_other_rubrics_with_its_own_logic() -> None:
     assert Rubric().is_empty
 
 
+def test_a_subclass_may_return_the_state_or_the_score_of_older_releases() -> None:
+    class Rewarded(Rubric):
+        async def score_rollout(self, state, score_sem=None):
+            state["reward"], state["metrics"] = 0.5, {"style": 1}
+            return state
+
+    class Scored(Rubric):
+        async def score_rollout(self, prompt, completion, answer, state, **kwargs):
+            return vf.RolloutScore(reward=0.5, metrics={"style": 1})
+
+    for rubric in (Rewarded(), Scored()):
+        score = asyncio.run(rubric.score_alone(rollout()))
+        assert (score.error, score.reward, score.metrics) == (None, 0.5, {"style": 1.0})
+
+
+def test_the_failure_that_super_wrote_into_the_state_stays_the_cause_of_what_a_subclass_returns() -> None:
+    def broken(completion: Any) -> float:
+        raise RuntimeError("no disk")
+
+    class Returning(Rubric):
+        async def score_rollout(self, state):
+            return await super().score_rollout(state)
+
+    assert "no disk" in str(asyncio.run(Returning([broken]).score_alone(rollout())).error)
+
+
 def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None:
     class Broken(Rubric):
         def score_rollout_sync(self, prompt, completion, answer, state):

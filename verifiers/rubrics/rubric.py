@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 from verifiers import calls
@@ -24,6 +23,7 @@ from verifiers.rubrics.score import (
     hand_back,
     note_scoring_time,
     one_each,
+    score_of,
     state_from,
     write_advantages,
     write_score,
@@ -249,12 +249,7 @@ class Rubric:
         try:
             with _unscored([state]), _by_functions(self):
                 result = await calls.Hook(own, kind="reward")(*_call_form(own, state))
-                if isinstance(result, Mapping) and "reward" in result:
-                    flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
-                    return Score(reward=flat.pop("reward"), metrics=flat)
-                if isinstance(result, Real):  # of NumPy, too
-                    state["reward"] = result
-                return _score_in(state, own.__name__)
+                return score_of(result, state, own.__name__)
         except BaseException as error:  # foreign code
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
 
@@ -267,7 +262,7 @@ class Rubric:
         try:
             with _unscored(states), _by_functions(self):
                 await calls.Hook(own, kind="reward")(list(states), nullcontext())
-                return [_score_in(state) for state in states]
+                return [score_of(None, state, "score_group") for state in states]
         except BaseException as error:  # foreign code
             failure = wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_group")
             return [Score(error=failure) for _ in states]
@@ -414,14 +409,6 @@ def _unscored(states: Sequence[State]) -> Iterator[None]:
             for name in ("reward", "metrics"):
                 state.pop(name, None)
             state.update(known)
-
-
-def _score_in(state: State, name: str = "score_group") -> Score:
-    """The score that someone's own scoring wrote into a state."""
-    if state.get("error") is not None:
-        return Score(error=state["error"])
-    metrics = {key: as_score(value, str(key)) for key, value in (state.get("metrics") or {}).items()}
-    return Score(reward=as_score(state.get("reward"), name), metrics=metrics)
 
 
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:

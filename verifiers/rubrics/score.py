@@ -54,6 +54,25 @@ def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
     return None
 
 
+def score_of(result: Any, state: State, name: str) -> Score:
+    """The score that a ``score_rollout`` of one's own returned, or else wrote into the state.
+
+    It returns a number, the reward and the metrics in one dict, a `RolloutScore`, the state, or nothing.
+    """
+    if state.get("error") is not None:  # the rubric that it asked could not score it
+        return Score(error=state["error"])
+    if isinstance(result, State):
+        result, state = None, result
+    reward, metrics = result, state.get("metrics") or {}
+    if isinstance(result, Mapping) and "reward" in result:
+        flat = {key: value for key, value in result.items() if key not in ("reward", "metrics")}
+        reward, metrics = result["reward"], {**flat, **(result.get("metrics") or {})}
+    elif result is None or isinstance(result, Mapping):
+        reward = state.get("reward")
+    found = {str(key): as_score(value, str(key)) for key, value in metrics.items()}
+    return Score(reward=as_score(reward, name), metrics=found)
+
+
 def grader_error(error: Exception, plan: Plan) -> Error:
     if isinstance(error, TimeLimitError):
         return GraderError(f"reward {plan.name!r}: {error}")
