@@ -232,7 +232,17 @@ def completion_alone(self: Any, client: Any, model: Any, prompt: Any, answer: An
     return completion
 
 
-@pytest.mark.parametrize("rollout", [pair_sync, pair_kwargs, pair_async, row_async, row_sync, completion_alone])
+async def pair_with_completion(
+    self: Any, client: Any, model: Any, prompt: Any, completion: Any = None, answer: str = "", **kwargs: Any
+) -> Any:
+    assert (completion, answer) in [(None, "4"), (None, "6")]  # as 0.1.6 had them
+    return await vf.SingleTurnEnv.rollout(self, client, model, prompt, answer, **kwargs)
+
+
+FORMS = [pair_sync, pair_kwargs, pair_async, pair_with_completion, row_async, row_sync, completion_alone]
+
+
+@pytest.mark.parametrize("rollout", FORMS)
 def test_an_override_in_either_form_sync_or_async_is_played_scored_and_keeps_its_row(rollout: Any) -> None:
     results = evaluate(make(rollout), rollouts_per_example=2)
     assert results.causes == {}

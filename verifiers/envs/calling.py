@@ -191,7 +191,10 @@ def override_arguments(
     else:
         extra |= sampling_args
     kwargs = {key: value for key, value in extra.items() if takes_all or key in parameters}
-    return (answerer.given, answerer.model, row["prompt"], row.get("answer", "")), kwargs
+    given, answer = (answerer.given, answerer.model, row["prompt"]), row.get("answer", "")
+    if "completion" in parameters:  # which stands before the answer, as in 0.1.6
+        return given, kwargs | {"answer": answer}
+    return (*given, answer), kwargs
 
 
 def adopt_result(result: Any, blank: State) -> State:
