@@ -420,6 +420,31 @@ def test_the_failure_that_super_wrote_into_the_state_stays_the_cause_of_what_a_s
     assert "no disk" in str(asyncio.run(Returning([broken]).score_alone(rollout())).error)
 
 
+@pytest.mark.parametrize("written", ["judge is down", {"code": 503}, ValueError("judge is down"), vf.ToolError("down")])
+def test_whatever_a_subclass_writes_as_the_error_of_a_rollout_fails_that_rollout_alone(written: Any) -> None:
+    class Telling(Rubric):
+        async def score_rollout(self, state):
+            state["reward"], state["error"] = 1.0, written if state["answer"] == "5" else None
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": one} for one in "45"], rubric=Telling())
+    results = env.evaluate(vf.FakeClient("x"), "m", use_tqdm=False)
+    assert results["reward"] == [1.0]
+    error = results.failed[0]["error"]
+    assert isinstance(error, vf.GraderError) and str(written) in str(error)
+
+
+def test_a_subclass_may_score_a_group_without_a_semaphore_as_in_0_1_10() -> None:
+    class Ranked(Rubric):
+        async def score_group(self, states):
+            await super().score_group(states)
+            for rank, state in enumerate(states):
+                state["reward"] += rank
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "x"}], rubric=Ranked([lambda completion: 1.0]))
+    results = env.evaluate(vf.FakeClient("x"), "m", rollouts_per_example=2, use_tqdm=False)
+    assert results["reward"] == [1.0, 2.0]
+
+
 def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None:
     class Broken(Rubric):
         def score_rollout_sync(self, prompt, completion, answer, state):

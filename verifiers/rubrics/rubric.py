@@ -261,7 +261,7 @@ class Rubric:
     async def _score_group_own_way(self, own: Callable[..., Any], states: Sequence[State]) -> list[Score]:
         try:
             with _unscored(states), _by_functions(self):
-                await calls.Hook(own, kind="reward")(list(states), nullcontext())
+                await calls.Hook(own, kind="reward")(*_group_call_form(own, list(states)))
                 return [score_of(None, state, "score_group") for state in states]
         except BaseException as error:  # foreign code
             failure = wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_group")
@@ -417,3 +417,12 @@ def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
     if not names or names[0] == "state":
         return (state, nullcontext()) if "score_sem" in names else (state,)
     return tuple(field(state, name) for name in ("prompt", "completion", "answer", "state"))
+
+
+def _group_call_form(own: Callable[..., Any], states: list[State]) -> tuple[Any, ...]:
+    """A ``score_group`` of one's own takes ``(states, score_sem)``, or as in 0.1.10 ``(states)``."""
+    try:
+        inspect.signature(own).bind(states, nullcontext())
+    except TypeError:
+        return (states,)
+    return states, nullcontext()

@@ -59,8 +59,8 @@ def score_of(result: Any, state: State, name: str) -> Score:
 
     It returns a number, the reward and the metrics in one dict, a `RolloutScore`, the state, or nothing.
     """
-    if state.get("error") is not None:  # the rubric that it asked could not score it
-        return Score(error=state["error"])
+    if (error := state.get("error")) is not None:  # its own, or that of a rubric that it asked
+        return Score(error=_as_error(error, name))
     if isinstance(result, State):
         result, state = None, result
     reward, metrics = result, state.get("metrics") or {}
@@ -71,6 +71,15 @@ def score_of(result: Any, state: State, name: str) -> Score:
         reward = state.get("reward")
     found = {str(key): as_score(value, str(key)) for key, value in metrics.items()}
     return Score(reward=as_score(reward, name), metrics=found)
+
+
+def _as_error(written: Any, name: str) -> Error:
+    """What someone's own scoring wrote into ``state["error"]``: a failure of the grader, whatever it is."""
+    if isinstance(written, Error) and written.blame != "policy":
+        return written
+    error = GraderError(f"{name} wrote the error {written!r:.300} into the state")
+    error.__cause__ = written if isinstance(written, BaseException) else None
+    return error
 
 
 def grader_error(error: Exception, plan: Plan) -> Error:
