@@ -300,6 +300,11 @@ class State(dict[str, Any]):
     def peek_timing(self) -> Mapping[str, Any]:
         return self.get("timing") or {}
 
+    def peek_usage(self) -> Usage | None:
+        """The tokens used; None where an environment keeps something of its own under that name."""
+        usage = self.get("usage")
+        return usage if isinstance(usage, Usage) else None
+
     def peek_metric(self, name: str) -> Any:
         return (self.get("metrics") or {}).get(name)
 
@@ -317,6 +322,14 @@ class State(dict[str, Any]):
         if dict.__contains__(self, key):
             return True
         return key in _FORWARDED and key in (dict.get(self, "input") or ())
+
+
+class TurnCount(int):
+    """How many turns a rollout has had, as long as no environment keeps something of its own under that name."""
+
+
+class RawReplies(list[Any]):
+    """The replies of a rollout as the endpoint gave them, as long as no environment keeps its own under that name."""
 
 
 _OPENAI = {

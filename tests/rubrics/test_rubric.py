@@ -430,7 +430,22 @@ def test_whatever_a_subclass_writes_as_the_error_of_a_rollout_fails_that_rollout
     results = env.evaluate(vf.FakeClient("x"), "m", use_tqdm=False)
     assert results["reward"] == [1.0]
     error = results.failed[0]["error"]
-    assert isinstance(error, vf.GraderError) and str(written) in str(error)
+    assert isinstance(error, vf.GraderError)
+    assert str(written) in str(error)
+
+
+@pytest.mark.parametrize("written", ["judge is down", ValueError("judge is down")])
+def test_an_error_that_a_reward_function_writes_into_the_state_fails_that_rollout_alone(written: Any) -> None:
+    def telling(state: vf.State) -> float:
+        state["error"] = written if state["answer"] == "5" else None
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": one} for one in "45"], rubric=Rubric([telling]))
+    results = env.evaluate(vf.FakeClient("x"), "m", use_tqdm=False)
+    assert results["reward"] == [1.0]
+    error = results.failed[0]["error"]
+    assert isinstance(error, vf.GraderError)
+    assert str(written) in str(error)
 
 
 def test_a_subclass_may_score_a_group_without_a_semaphore_as_in_0_1_10() -> None:

@@ -74,7 +74,7 @@ def score_of(result: Any, state: State, name: str) -> Score:
 
 
 def _as_error(written: Any, name: str) -> Error:
-    """What someone's own scoring wrote into ``state["error"]``: a failure of the grader, whatever it is."""
+    """What foreign scoring wrote into ``state["error"]``: a failure of the grader, whatever it is."""
     if isinstance(written, Error) and written.blame != "policy":
         return written
     error = GraderError(f"{name} wrote the error {written!r:.300} into the state")
@@ -158,6 +158,8 @@ def write_score(state: State, score: Score, *, is_whole: bool = True) -> None:
     A turn without a reward of its own gets that of the rollout, once it is ``is_whole``: its group may still add to it.
     """
     score.check()
+    if score.error is None and (written := state.get("error")) is not None:
+        score.error = _as_error(written, "a reward function")
     if score.error is not None:
         state["error"] = score.error
         state["reward"] = None
