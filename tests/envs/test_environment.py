@@ -480,6 +480,16 @@ def test_a_keyword_that_is_nearly_another_is_kept_and_told_of(caplog: pytest.Log
     ]
 
 
+@pytest.mark.parametrize("make_rubric", [lambda own: own, lambda own: vf.RubricGroup([vf.Rubric([exact]), own])])
+def test_a_rubric_whose_score_rollouts_no_environment_asks_is_warned_of(make_rubric: Any) -> None:
+    class Batched(vf.Rubric):
+        def score_rollouts(self, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
+            return {"reward": [1.0] * len(prompts), "metrics": {}}
+
+    with pytest.warns(UserWarning, match=r"Batched.score_rollouts scores no rollout of an environment"):
+        vf.SingleTurnEnv(dataset=ROWS, rubric=make_rubric(Batched([exact])))
+
+
 @pytest.mark.parametrize(
     "made",
     [lambda: vf.Rubric(funcs=len), lambda: vf.Rubric(funcs=[len], weights=[None])],
