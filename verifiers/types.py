@@ -237,6 +237,7 @@ class Usage:
 
 
 _FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
+_COUNTED = frozenset(("turn", "responses"))
 
 
 class State(dict[str, Any]):
@@ -293,7 +294,16 @@ class State(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
             return row[key]
-        return dict.get(self, key, default)
+        found = dict.get(self, key, default)
+        return self[key] if found is None and key in _COUNTED and "trajectory" in self else found
+
+    def __missing__(self, key: str) -> Any:
+        """The replies as the endpoint gave them, and how many: names that an environment may use for its own."""
+        if key not in _COUNTED or (steps := dict.get(self, "trajectory")) is None:
+            raise KeyError(key)
+        if key == "turn":
+            return len(steps)
+        return [reply for step in steps if (reply := dict.get(step, "response")) is not None]
 
     # Looked at without being loaded, where the state is still on disk: what comes back is not to be changed.
 
@@ -322,14 +332,6 @@ class State(dict[str, Any]):
         if dict.__contains__(self, key):
             return True
         return key in _FORWARDED and key in (dict.get(self, "input") or ())
-
-
-class TurnCount(int):
-    """How many turns a rollout has had, as long as no environment keeps something of its own under that name."""
-
-
-class RawReplies(list[Any]):
-    """The replies of a rollout as the endpoint gave them, as long as no environment keeps its own under that name."""
 
 
 _OPENAI = {

@@ -99,10 +99,11 @@ def test_hooks_see_the_conversation_so_far_and_the_models_last_message() -> None
 
 def test_an_environment_may_count_turns_and_keep_replies_itself_under_the_names_of_the_library() -> None:
     def start(self: Any, state: Any) -> None:
-        state["turn"], state["responses"], state["usage"] = 0, [], {"hints": 1}
+        state["usage"] = {"hints": 1}
+        assert state.setdefault("responses", []) == []
 
     def respond(self: Any, messages: Any, state: Any) -> str:
-        state["turn"] += 1
+        state["turn"] = state.get("turn", 0) + 1
         state["responses"].append(messages[-1]["content"])
         return f"turn {state['turn']}"
 

@@ -17,7 +17,7 @@ from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
 from verifiers.store.plain import to_json
 from verifiers.store.record import is_usable, read_usage
-from verifiers.types import MessageType, RawReplies, Row, SamplingArgs, State, TurnCount, unique_id
+from verifiers.types import MessageType, Row, SamplingArgs, State, unique_id
 
 
 def fresh_state(
@@ -51,8 +51,6 @@ def fresh_state(
         oai_tools=tools if tools is not None else oai_tools,
         trajectory=[],
         trajectory_id=unique_id(),
-        responses=RawReplies(),
-        turn=TurnCount(),
         completion=[] if message_type == "chat" else "",
         reward=None,
         advantage=None,

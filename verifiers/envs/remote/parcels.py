@@ -44,7 +44,7 @@ def attached(fields: Mapping[str, Any], score: Mapping[str, Any] | None, answere
     if isinstance(used := state.get("usage"), Mapping):
         state["usage"] = read_usage(used) or used
     if answerer is not None:
-        state["client"], state["responses"] = answerer.given, []
+        state["client"] = answerer.given
         state.answerer = answerer
     if score is not None:
         state.remote_score = read_score(score)
