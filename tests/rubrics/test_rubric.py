@@ -471,6 +471,26 @@ def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None
     assert "Broken.score_rollout_sync raised RuntimeError: no disk" in str(state["error"])
 
 
+def test_a_subclass_may_set_its_functions_and_weights_by_the_names_of_0_1_5() -> None:
+    class Own(Rubric):
+        def __init__(self):
+            super().__init__()
+            self.reward_funcs = [self.one, self.two]
+
+        def one(self, completion):
+            return 1.0
+
+        def two(self, completion):
+            return 2.0
+
+    rubric = Own()
+    assert rubric.score_rollout_sync("", "x", "", {}) == {"one": 1.0, "two": 2.0, "reward": 3.0}
+    rubric.reward_weights = [1, 0.5]
+    assert rubric.score_rollout_sync("", "x", "", {})["reward"] == 2.0
+    with pytest.raises(TypeError, match="anwser"):
+        rubric.reward_funcs = [lambda anwser: 1.0]
+
+
 def test_a_subclass_has_a_logger_of_its_own() -> None:
     assert Doubling().logger.name == "verifiers.rubrics.Doubling"
 

@@ -84,9 +84,20 @@ class Rubric:
     def reward_funcs(self) -> list[RewardFunc]:
         return self.funcs
 
+    @reward_funcs.setter
+    def reward_funcs(self, funcs: Sequence[RewardFunc]) -> None:
+        self.funcs = list(funcs)
+        if len(self.weights) != len(self.funcs):
+            self.weights = [1.0] * len(self.funcs)
+        self._all_plans()  # refused now, if they ask for what there is not
+
     @property
     def reward_weights(self) -> list[float]:
         return self.weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Sequence[float]) -> None:
+        self.weights = [as_weight(weight) for weight in weights]
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function that counts towards the reward."""
