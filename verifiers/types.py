@@ -236,6 +236,13 @@ class Usage:
         )
 
 
+class TurnCount(int):
+    """How many turns a rollout has had; what an environment adds to it is counted on, as in 0.1.5."""
+
+    def __add__(self, more: int) -> TurnCount:
+        return TurnCount(int(self) + more)
+
+
 _FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
 _COUNTED = frozenset(("turn", "responses"))
 
@@ -294,15 +301,16 @@ class State(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
             return row[key]
-        found = dict.get(self, key, default)
-        return self[key] if found is None and key in _COUNTED and "trajectory" in self else found
+        if key in _COUNTED and not dict.__contains__(self, key) and dict.__contains__(self, "trajectory"):
+            return self[key]
+        return dict.get(self, key, default)
 
     def __missing__(self, key: str) -> Any:
         """The replies as the endpoint gave them, and how many: names that an environment may use for its own."""
         if key not in _COUNTED or (steps := dict.get(self, "trajectory")) is None:
             raise KeyError(key)
         if key == "turn":
-            return len(steps)
+            return TurnCount(len(steps))
         return [reply for step in steps if (reply := dict.get(step, "response")) is not None]
 
     # Looked at without being loaded, where the state is still on disk: what comes back is not to be changed.
