@@ -45,7 +45,7 @@ class Tally:
             self.failed += 1
         elif (reward := state.get("reward")) is not None:
             self.count(state.get("example_id"), reward)
-        usage = state.get("usage")
+        usage = state.peek_usage()
         if usage is not None:
             self.tokens += usage.completion_tokens
 

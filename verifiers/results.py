@@ -199,7 +199,7 @@ class Results:
     def usage(self) -> Usage:
         """Tokens of all rollouts, the failed ones too, also those that were run again since: they were paid for."""
         retried = Usage(**(self.metadata.get("retried_usage") or {}))
-        return sum((state["usage"] for state in self.rollouts if state.get("usage")), retried)
+        return sum((usage for state in self.rollouts if (usage := state.peek_usage())), retried)
 
     @property
     def causes(self) -> dict[str, int]:

@@ -236,7 +236,15 @@ class Usage:
         )
 
 
+class TurnCount(int):
+    """How many turns a rollout has had; what an environment adds to it is counted on, as in 0.1.5."""
+
+    def __add__(self, more: int) -> TurnCount:
+        return TurnCount(int(self) + more)
+
+
 _FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
+_COUNTED = frozenset(("turn", "responses"))
 
 
 class State(dict[str, Any]):
@@ -293,12 +301,27 @@ class State(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
             return row[key]
+        if key in _COUNTED and not dict.__contains__(self, key) and dict.__contains__(self, "trajectory"):
+            return self[key]
         return dict.get(self, key, default)
+
+    def __missing__(self, key: str) -> Any:
+        """The replies as the endpoint gave them, and how many: names that an environment may use for its own."""
+        if key not in _COUNTED or (steps := dict.get(self, "trajectory")) is None:
+            raise KeyError(key)
+        if key == "turn":
+            return TurnCount(len(steps))
+        return [reply for step in steps if (reply := dict.get(step, "response")) is not None]
 
     # Looked at without being loaded, where the state is still on disk: what comes back is not to be changed.
 
     def peek_timing(self) -> Mapping[str, Any]:
         return self.get("timing") or {}
+
+    def peek_usage(self) -> Usage | None:
+        """The tokens used; None where an environment keeps something of its own under that name."""
+        usage = self.get("usage")
+        return usage if isinstance(usage, Usage) else None
 
     def peek_metric(self, name: str) -> Any:
         return (self.get("metrics") or {}).get(name)

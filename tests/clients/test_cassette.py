@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,24 @@ def test_without_a_client_nothing_new_can_be_recorded_and_it_says_so(tmp_path: P
         Cassette(tmp_path / "tape.jsonl", mode="replay")
     with pytest.raises(ValueError, match="auto, record and replay"):
         Cassette(tmp_path / "tape.jsonl", mode="rewind")  # type: ignore[arg-type]
+
+
+def test_a_disk_that_was_full_for_a_while_costs_the_replies_of_that_while_and_no_others(tmp_path: Path) -> None:
+    tape = tmp_path / "tape.jsonl"
+    live = Cassette(tape, FakeClient(lambda messages: messages[-1]["content"]), mode="record")
+    asked = [request(prompt=[{"role": "user", "content": text}]) for text in ("first", "second", "third")]
+    ask(live, asked[0])
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (tape.stat().st_size + 50, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            ask(live, asked[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    ask(live, asked[2])
+    replayed = Cassette(tape, mode="replay")
+    assert [ask(replayed, one).text for one in (asked[0], asked[2])] == ["first", "third"]
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])

@@ -232,7 +232,17 @@ def completion_alone(self: Any, client: Any, model: Any, prompt: Any, answer: An
     return completion
 
 
-@pytest.mark.parametrize("rollout", [pair_sync, pair_kwargs, pair_async, row_async, row_sync, completion_alone])
+async def pair_with_completion(
+    self: Any, client: Any, model: Any, prompt: Any, completion: Any = None, answer: str = "", **kwargs: Any
+) -> Any:
+    assert (completion, answer) in [(None, "4"), (None, "6")]  # as 0.1.6 had them
+    return await vf.SingleTurnEnv.rollout(self, client, model, prompt, answer, **kwargs)
+
+
+FORMS = [pair_sync, pair_kwargs, pair_async, pair_with_completion, row_async, row_sync, completion_alone]
+
+
+@pytest.mark.parametrize("rollout", FORMS)
 def test_an_override_in_either_form_sync_or_async_is_played_scored_and_keeps_its_row(rollout: Any) -> None:
     results = evaluate(make(rollout), rollouts_per_example=2)
     assert results.causes == {}
@@ -289,6 +299,16 @@ def test_score_rollout_on_the_environment_replaces_the_rubric(returned: Any, met
     results = evaluate(Own(dataset=ROWS, rubric=vf.Rubric([exact])))
     assert results["rewards"] == [0.5, 0.5]
     assert results.states[0]["metrics"] == {**metrics, "num_turns": 1.0}
+
+
+def test_score_rollout_on_the_environment_may_return_the_state() -> None:
+    class Own(vf.SingleTurnEnv):
+        async def score_rollout(self, state: vf.State) -> vf.State:  # type: ignore[override]
+            state["reward"], state["metrics"] = 0.5, {"style": 1}
+            return state
+
+    results = evaluate(Own(dataset=ROWS))
+    assert (results["rewards"], results["style"]) == ([0.5, 0.5], [1.0, 1.0])
 
 
 def test_score_rollout_may_ask_super_and_a_failure_of_the_rubric_stays_the_cause() -> None:
@@ -458,6 +478,16 @@ def test_a_keyword_that_is_nearly_another_is_kept_and_told_of(caplog: pytest.Log
         "the keyword 'dificulty' is kept as an attribute; did you mean 'difficulty'?",
         "the keyword 'rubrik' is kept as an attribute; did you mean 'rubric'?",
     ]
+
+
+@pytest.mark.parametrize("make_rubric", [lambda own: own, lambda own: vf.RubricGroup([vf.Rubric([exact]), own])])
+def test_a_rubric_whose_score_rollouts_no_environment_asks_is_warned_of(make_rubric: Any) -> None:
+    class Batched(vf.Rubric):
+        def score_rollouts(self, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
+            return {"reward": [1.0] * len(prompts), "metrics": {}}
+
+    with pytest.warns(UserWarning, match=r"Batched.score_rollouts scores no rollout of an environment"):
+        vf.SingleTurnEnv(dataset=ROWS, rubric=make_rubric(Batched([exact])))
 
 
 @pytest.mark.parametrize(

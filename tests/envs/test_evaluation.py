@@ -376,3 +376,21 @@ def test_a_saved_rollout_that_could_not_be_scored_again_with_its_group_is_paid_f
         )
         assert (len(client.requests), len(results.failed)) == (n_asked, n_failed)
         assert results.usage == vf.Usage(prompt_tokens=10 * n_asked, completion_tokens=n_asked, cost_usd=0.5 * n_asked)
+
+
+# --- overrides that a run does not ask ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["generate", "run_group", "run_rollout"])
+def test_an_override_of_what_made_a_run_in_0_1_9_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    made = type("Own", (vf.SingleTurnEnv,), {name: own})(dataset=ROWS, rubric=vf.Rubric([exact]))
+    made.evaluate(vf.FakeClient(echo), "m", use_tqdm=False)
+    assert f"Own.{name} is not asked here" in caplog.text
+
+
+def test_no_override_no_warning(env: vf.SingleTurnEnv, caplog: pytest.LogCaptureFixture) -> None:
+    env.evaluate(use_tqdm=False)
+    assert "is not asked here" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,48 @@ def test_hooks_see_the_conversation_so_far_and_the_models_last_message() -> None
     assert [r.text for r in state["responses"]] == ["a", "b", "c"]
     assert state["turn"] == len(state["trajectory"]) == 3
     assert state["metrics"]["num_turns"] == 3.0
+
+
+def test_an_environment_may_count_turns_and_keep_replies_itself_under_the_names_of_the_library() -> None:
+    def start(self: Any, state: Any) -> None:
+        state["usage"] = {"hints": 1}
+        assert (state.setdefault("responses", []), state.setdefault("turn", 0)) == ([], 0)
+
+    def respond(self: Any, messages: Any, state: Any) -> str:
+        state["turn"] += 1
+        state["responses"].append(messages[-1]["content"])
+        return f"turn {state['turn']}"
+
+    state = play(env_with(max_turns=3, setup_state=start, env_response=respond), ["a", "b", "c"])
+    assert (state["turn"], state["responses"], state["usage"]) == (2, ["a", "b"], {"hints": 1})
+    assert said(state)[1::2] == [("user", "turn 1"), ("user", "turn 2")]
+
+
+def test_what_an_environment_adds_to_the_count_of_turns_is_counted_on_as_in_0_1_5() -> None:
+    def respond(self: Any, messages: Any, state: Any) -> str:
+        before = state.get("turn", "unknown")
+        state["turn"] += 1
+        return f"turn {before}"
+
+    state = play(env_with(max_turns=3, env_response=respond), ["a", "b", "c"])
+    assert said(state)[1::2] == [("user", "turn 1"), ("user", "turn 3")]
+    assert state["turn"] == 5
+
+
+def test_whose_turn_it_is_may_be_in_the_state() -> None:
+    def respond(self: Any, messages: Any, state: Any) -> Any:
+        return "go on", {"turn": "black"}
+
+    state = play(env_with(max_turns=3, env_response=respond))
+    assert (state["error"], state["turn"]) == (None, "black")
+
+
+@pytest.mark.parametrize("usage", [{"hints": 1}, 5, "much"])
+def test_a_run_goes_on_whatever_an_environment_keeps_as_usage(usage: Any, tmp_path: Path) -> None:
+    env = env_with(env_response=lambda self, messages, state: ("go on", {"usage": usage}))
+    results = env.evaluate(vf.FakeClient("x"), "fake", results_path=tmp_path / "run")
+    assert (results["num_turns"], results.usage.total_tokens) == ([2.0], 0)
+    assert results.states[0]["usage"] == usage
 
 
 def test_each_step_holds_what_was_shown_and_what_was_said() -> None:

@@ -90,6 +90,16 @@ def test_python_is_called_with_the_rollout_by_position_or_with_the_id_of_its_san
     assert state["read"] == ["42", "42"]
 
 
+def test_post_rollout_may_be_written_for_the_messages_and_the_state_as_in_0_1_7() -> None:
+    class Reading(vf.PythonEnv):
+        async def post_rollout(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> None:  # type: ignore[override]
+            state["read"] = [message["role"] for message in messages], await self.python("x", state)
+
+    state = roll_out(Reading(dataset=[ROW]), cell("x = 6 * 7"), "done")
+    assert state["error"] is None
+    assert state["read"] == (["user", "assistant", "tool", "assistant"], "42")
+
+
 @needs_bash
 def test_bash_is_called_with_the_rollout_by_position_or_with_the_id_of_its_sandbox() -> None:
     class Reading(vf.SandboxEnv):

@@ -394,6 +394,72 @@ def test_a_subclass_composes_other_rubrics_with_its_own_logic() -> None:
     assert Rubric().is_empty
 
 
+def test_a_subclass_may_return_the_state_or_the_score_of_older_releases() -> None:
+    class Rewarded(Rubric):
+        async def score_rollout(self, state, score_sem=None):
+            state["reward"], state["metrics"] = 0.5, {"style": 1}
+            return state
+
+    class Scored(Rubric):
+        async def score_rollout(self, prompt, completion, answer, state, **kwargs):
+            return vf.RolloutScore(reward=0.5, metrics={"style": 1})
+
+    for rubric in (Rewarded(), Scored()):
+        score = asyncio.run(rubric.score_alone(rollout()))
+        assert (score.error, score.reward, score.metrics) == (None, 0.5, {"style": 1.0})
+
+
+def test_the_failure_that_super_wrote_into_the_state_stays_the_cause_of_what_a_subclass_returns() -> None:
+    def broken(completion: Any) -> float:
+        raise RuntimeError("no disk")
+
+    class Returning(Rubric):
+        async def score_rollout(self, state):
+            return await super().score_rollout(state)
+
+    assert "no disk" in str(asyncio.run(Returning([broken]).score_alone(rollout())).error)
+
+
+@pytest.mark.parametrize("written", ["judge is down", {"code": 503}, ValueError("judge is down"), vf.ToolError("down")])
+def test_whatever_a_subclass_writes_as_the_error_of_a_rollout_fails_that_rollout_alone(written: Any) -> None:
+    class Telling(Rubric):
+        async def score_rollout(self, state):
+            state["reward"], state["error"] = 1.0, written if state["answer"] == "5" else None
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": one} for one in "45"], rubric=Telling())
+    results = env.evaluate(vf.FakeClient("x"), "m", use_tqdm=False)
+    assert results["reward"] == [1.0]
+    error = results.failed[0]["error"]
+    assert isinstance(error, vf.GraderError)
+    assert str(written) in str(error)
+
+
+@pytest.mark.parametrize("written", ["judge is down", ValueError("judge is down")])
+def test_an_error_that_a_reward_function_writes_into_the_state_fails_that_rollout_alone(written: Any) -> None:
+    def telling(state: vf.State) -> float:
+        state["error"] = written if state["answer"] == "5" else None
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": one} for one in "45"], rubric=Rubric([telling]))
+    results = env.evaluate(vf.FakeClient("x"), "m", use_tqdm=False)
+    assert results["reward"] == [1.0]
+    error = results.failed[0]["error"]
+    assert isinstance(error, vf.GraderError)
+    assert str(written) in str(error)
+
+
+def test_a_subclass_may_score_a_group_without_a_semaphore_as_in_0_1_10() -> None:
+    class Ranked(Rubric):
+        async def score_group(self, states):
+            await super().score_group(states)
+            for rank, state in enumerate(states):
+                state["reward"] += rank
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "x"}], rubric=Ranked([lambda completion: 1.0]))
+    results = env.evaluate(vf.FakeClient("x"), "m", rollouts_per_example=2, use_tqdm=False)
+    assert results["reward"] == [1.0, 2.0]
+
+
 def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None:
     class Broken(Rubric):
         def score_rollout_sync(self, prompt, completion, answer, state):
@@ -403,6 +469,26 @@ def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None
     Broken().score_group([state])
     assert state["reward"] is None
     assert "Broken.score_rollout_sync raised RuntimeError: no disk" in str(state["error"])
+
+
+def test_a_subclass_may_set_its_functions_and_weights_by_the_names_of_0_1_5() -> None:
+    class Own(Rubric):
+        def __init__(self):
+            super().__init__()
+            self.reward_funcs = [self.one, self.two]
+
+        def one(self, completion):
+            return 1.0
+
+        def two(self, completion):
+            return 2.0
+
+    rubric = Own()
+    assert rubric.score_rollout_sync("", "x", "", {}) == {"one": 1.0, "two": 2.0, "reward": 3.0}
+    rubric.reward_weights = [1, 0.5]
+    assert rubric.score_rollout_sync("", "x", "", {})["reward"] == 2.0
+    with pytest.raises(TypeError, match="anwser"):
+        rubric.reward_funcs = [lambda anwser: 1.0]
 
 
 def test_a_subclass_has_a_logger_of_its_own() -> None:

@@ -460,12 +460,12 @@ def test_a_state_arrives_without_live_objects_and_what_cannot_be_pickled() -> No
     lock = threading.Lock()
     state = rollout(
         client=object(),
-        responses=[object()],
+        responses=["kept by the environment"],
         lock=lock,
         trajectory=[{"response": object(), "reward": 1.0}],
         game={"board": [1, lock], "lock": lock},
     )
-    keys = ["completion", "game", "input", "trajectory"]
+    keys = ["completion", "game", "input", "responses", "trajectory"]
     assert call(look, state=state) == [keys, "4", "State", [{"response": None, "reward": 1.0}], {"board": [1, None]}]
     assert state["lock"] is lock
     assert state["game"]["lock"] is lock

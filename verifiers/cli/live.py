@@ -41,7 +41,7 @@ class Watched(Tally):
         elif reward is not None:
             self.count(state["example_id"], reward)
         usage = read("usage")
-        if usage is not None:
+        if isinstance(usage, Usage):
             self.tokens += usage.completion_tokens
             self.usage += usage
         now = time.monotonic()

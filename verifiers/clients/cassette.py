@@ -120,8 +120,7 @@ class Cassette:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair(self.path)
             self._is_repaired = True
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(line.encode() + b"\n")
+        _append_line(self.path, line.encode() + b"\n")
         self._kept[key] += 1
         self._outcomes.setdefault(key, []).append(outcome)
         self._askers.setdefault(key, []).append(asked_for())
@@ -184,6 +183,18 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.endswith(b"\n"):
                     raise ValueError(f"{path}:{number} is not JSON: {error}") from error
                 logger.warning("%s: the last line was cut off and is left out", path)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Write a whole line or, on a disk that is full, none of it: the next one would be joined to its beginning."""
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except BaseException:
+            file.truncate(end)
+            raise
 
 
 def _repair(path: Path) -> None:

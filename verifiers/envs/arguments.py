@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,19 @@ def check_scorers(parser: Any, rubric: Any) -> None:
     if isinstance(parser, type):
         raise TypeError(f"parser={parser.__name__} is a class; pass what it makes: {parser.__name__}(…)")
     if rubric is None or isinstance(rubric, Rubric):
+        for one in (rubric, *getattr(rubric, "rubrics", ())):
+            _check_is_asked(one)
         return
     if isinstance(rubric, type) or not hasattr(rubric, "score_rollout"):
         raise TypeError(f"rubric={rubric!r:.100} is no rubric; vf.Rubric(funcs=[…]) makes one of functions")
+
+
+def _check_is_asked(rubric: Rubric | None) -> None:
+    """Warn of a ``score_rollouts`` of one's own, by which environments of 0.1.5 scored, and these do not."""
+    is_own = getattr(type(rubric), "score_rollouts", Rubric.score_rollouts) is not Rubric.score_rollouts
+    if rubric is not None and is_own and not rubric.scores_its_own_way:
+        name = f"{type(rubric).__name__}.score_rollouts"
+        warnings.warn(f"{name} scores no rollout of an environment: define score_rollout or score_group", stacklevel=5)
 
 
 def slips(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 from verifiers.clients import as_client, resolve_endpoint
 from verifiers.clients.protocol import Client
 from verifiers.errors import GraderError, HookError
+from verifiers.messages import role_of
 from verifiers.rollout import split_response
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
@@ -191,7 +192,10 @@ def override_arguments(
     else:
         extra |= sampling_args
     kwargs = {key: value for key, value in extra.items() if takes_all or key in parameters}
-    return (answerer.given, answerer.model, row["prompt"], row.get("answer", "")), kwargs
+    given, answer = (answerer.given, answerer.model, row["prompt"]), row.get("answer", "")
+    if "completion" in parameters:  # which stands before the answer, as in 0.1.6
+        return given, kwargs | {"answer": answer}
+    return (*given, answer), kwargs
 
 
 def adopt_result(result: Any, blank: State) -> State:
@@ -201,6 +205,10 @@ def adopt_result(result: Any, blank: State) -> State:
         completion, update = None, completion
     if completion is None and update is None:
         raise HookError("rollout returned None; it returns the state, the completion, or both")
+    if isinstance(completion, tuple):
+        if any(role_of(message) is None for message in completion):
+            raise HookError(f"rollout returned {result!r:.200}; it returns the state, the completion, or both")
+        completion = list(completion)
     state = blank if update is None else _as_rollout_of(blank, update)
     if completion is not None:
         state["completion"] = [completion] if isinstance(completion, Mapping) else completion

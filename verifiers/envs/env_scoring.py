@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from verifiers import calls
 from verifiers.errors import GraderError, wrap
 from verifiers.parsers import Parser
 from verifiers.rubrics import Rubric
-from verifiers.rubrics.score import Score
-from verifiers.rubrics.signature import Plan, as_score
+from verifiers.rubrics.score import Score, score_of
+from verifiers.rubrics.signature import Plan
 from verifiers.types import State
 
 
@@ -55,15 +55,7 @@ class EnvScoring:
         try:
             objects = {"parser": self.parser, "rubric": self.rubric, "messages": state["completion"]}
             plan = Plan(hook.function, objects)
-            result = await hook(**plan.arguments(state, objects))
-            if state.get("error") is not None:  # the rubric, asked by the hook, could not score it
-                return Score(error=state["error"])
-            if isinstance(result, Mapping):
-                flat = {name: as_score(value, name) for name, value in result.items() if name != "metrics"}
-                nested = result.get("metrics") or {}
-                return Score(reward=flat.pop("reward"), metrics={**flat, **nested})
-            value = state.get("reward") if result is None or isinstance(result, State) else result
-            return Score(reward=as_score(value, "score_rollout"), metrics=dict(state.get("metrics") or {}))
+            return score_of(await hook(**plan.arguments(state, objects)), state, "score_rollout")
         except BaseException as error:  # foreign code
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_rollout"))
 

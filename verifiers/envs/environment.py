@@ -44,7 +44,7 @@ from verifiers.parsers import Parser
 from verifiers.rollout import abandon, note_error, note_timing, read_error
 from verifiers.rubrics import Rubric
 from verifiers.stats import as_aggregates
-from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
+from verifiers.types import Messages, MessageType, Row, SamplingArgs, State, Usage
 
 if TYPE_CHECKING:
     from verifiers.envs.run_steps import Player
@@ -218,7 +218,8 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         if completion.usage is not None:
             note_reply(completion.usage.completion_tokens)
             used = state.get("usage")
-            state["usage"] = completion.usage if used is None else used + completion.usage
+            if used is None or isinstance(used, Usage):
+                state["usage"] = completion.usage if used is None else used + completion.usage
         return completion
 
     async def _get_model_response_by(self, *args: Any, **kwargs: Any) -> Completion:

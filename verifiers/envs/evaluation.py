@@ -140,11 +140,19 @@ async def evaluate(
     """Roll out the evaluation rows."""
     options, loose = split_options("evaluate", kwargs)
     _check_repeats(rollouts_per_example)
+    _warn_of_unasked(env, "generate")
     with long_lived:
         jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
     if jobs and env.score_rollouts and options.score is not False and env.scores_nothing:
         env.logger.warning("nothing scores a rollout here, the rubric is empty: every reward will be 0")
     return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
+
+
+def _warn_of_unasked(env: Environment, *names: str) -> None:
+    """Methods by which 0.1.9 made a run, and this library does not: an override would change nothing, unseen."""
+    for name in names:
+        if env._hook(name) is not None:
+            env.logger.warning("%s.%s is not asked here: override rollout, or a hook", type(env).__name__, name)
 
 
 def _check_repeats(rollouts_per_example: int) -> None:
@@ -163,6 +171,7 @@ async def _run(
     env: Environment, jobs: list[Job], client: Any, model: Any, sampling_args: SamplingArgs, options: Options
 ) -> Results:
     began = time.perf_counter()
+    _warn_of_unasked(env, "run_group", "run_rollout")
     sampling = merge_sampling(env.sampling_args, sampling_args)
     if not jobs:
         warnings.warn("the dataset is empty: there is nothing to roll out", stacklevel=2)

@@ -220,10 +220,10 @@ def to_output(state: State, state_columns: Sequence[str] = ()) -> RolloutOutput:
     output["timing"] = dict(state.get("timing") or {})
     output["is_completed"] = bool(state.get("is_completed"))
     output.setdefault("oai_tools", None)
-    if usage := output.get("usage"):
+    if usage := state.peek_usage():
         output["token_usage"] = {
-            "input_tokens": float(usage["prompt_tokens"]),
-            "output_tokens": float(usage["completion_tokens"]),
+            "input_tokens": float(usage.prompt_tokens),
+            "output_tokens": float(usage.completion_tokens),
         }
     error = state.get("error")
     if isinstance(error, Error):

@@ -19,19 +19,15 @@ SHOWN_CHARS = 200
 def lighten(state: State, place: Place) -> None:
     """Let go of raw replies; and where a text is very long, of the conversation, which is read again when asked for."""
     is_long = is_large(state.get("completion"))
-    lean: dict[int, Any] = {}
     for step in state.get("trajectory") or ():
         if not isinstance(step, dict):
             continue
         response = dict.get(step, "response")  # as it is held: a step shows it as OpenAI's object
         if isinstance(response, Completion) and (is_long or response.raw is not None):
             message = place.shortened(response.message) if is_long else response.message
-            step["response"] = lean[id(response)] = replace(response, message=message, raw=None)
+            step["response"] = replace(response, message=message, raw=None)
         if is_long:
             step["prompt"], step["completion"] = place.short(step.get("prompt")), place.short(step.get("completion"))
-    responses = state.get("responses")
-    if lean and isinstance(responses, list):
-        responses[:] = [lean.get(id(response), response) for response in responses]
     if is_long and type(state) is State:
         dict.__setitem__(state, "completion", AWAY)
         state.__class__ = LargeState

@@ -18,7 +18,7 @@ from verifiers.escapes import raise_if_escaped
 from verifiers.messages import as_messages, concat_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
-from verifiers.types import ChatMessage, Messages, State, TrajectoryStep
+from verifiers.types import ChatMessage, Messages, State, TrajectoryStep, TurnCount
 
 
 class MultiTurnEnv(Environment):
@@ -150,8 +150,8 @@ class MultiTurnEnv(Environment):
         )
 
     async def keep_step(self, state: State, step: Step) -> None:
-        state["responses"].append(dict.get(step, "response"))
-        state["turn"] += 1
+        if isinstance(turns := dict.get(state, "turn"), TurnCount):
+            state["turn"] = turns + 1
         hook = self._hook("add_trajectory_step")
         kept = cast(TrajectoryStep, step)
         await (self._add_trajectory_step(state, kept) if hook is None else hook(state, kept))

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from verifiers.envs.hooks import takes_messages
 from verifiers.envs.sandbox_client import SandboxClient, in_folder
 from verifiers.envs.sandbox_sessions import Sessions, cell_metrics
 from verifiers.envs.stateful_tool_env import StatefulToolEnv
@@ -143,7 +144,8 @@ class SandboxEnv(StatefulToolEnv):
     async def destroy_sandbox(self, state: State) -> None:
         """Read the files to be kept, then end the rollout's sandbox."""
         try:
-            await self.post_rollout(state)
+            given = (self.conversation(state), state) if takes_messages(self.post_rollout) else (state,)
+            await self.post_rollout(*given)  # with the messages first, as in 0.1.7
         finally:
             await self.sessions.finish(state)
 

@@ -51,8 +51,6 @@ def fresh_state(
         oai_tools=tools if tools is not None else oai_tools,
         trajectory=[],
         trajectory_id=unique_id(),
-        responses=[],
-        turn=0,
         completion=[] if message_type == "chat" else "",
         reward=None,
         advantage=None,

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 from verifiers import calls
@@ -24,6 +23,7 @@ from verifiers.rubrics.score import (
     hand_back,
     note_scoring_time,
     one_each,
+    score_of,
     state_from,
     write_advantages,
     write_score,
@@ -84,9 +84,20 @@ class Rubric:
     def reward_funcs(self) -> list[RewardFunc]:
         return self.funcs
 
+    @reward_funcs.setter
+    def reward_funcs(self, funcs: Sequence[RewardFunc]) -> None:
+        self.funcs = list(funcs)
+        if len(self.weights) != len(self.funcs):
+            self.weights = [1.0] * len(self.funcs)
+        self._all_plans()  # refused now, if they ask for what there is not
+
     @property
     def reward_weights(self) -> list[float]:
         return self.weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Sequence[float]) -> None:
+        self.weights = [as_weight(weight) for weight in weights]
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function that counts towards the reward."""
@@ -249,12 +260,7 @@ class Rubric:
         try:
             with _unscored([state]), _by_functions(self):
                 result = await calls.Hook(own, kind="reward")(*_call_form(own, state))
-                if isinstance(result, Mapping) and "reward" in result:
-                    flat = {str(name): as_score(value, str(name)) for name, value in result.items()}
-                    return Score(reward=flat.pop("reward"), metrics=flat)
-                if isinstance(result, Real):  # of NumPy, too
-                    state["reward"] = result
-                return _score_in(state, own.__name__)
+                return score_of(result, state, own.__name__)
         except BaseException as error:  # foreign code
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
 
@@ -266,8 +272,8 @@ class Rubric:
     async def _score_group_own_way(self, own: Callable[..., Any], states: Sequence[State]) -> list[Score]:
         try:
             with _unscored(states), _by_functions(self):
-                await calls.Hook(own, kind="reward")(list(states), nullcontext())
-                return [_score_in(state) for state in states]
+                await calls.Hook(own, kind="reward")(*_group_call_form(own, list(states)))
+                return [score_of(None, state, "score_group") for state in states]
         except BaseException as error:  # foreign code
             failure = wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_group")
             return [Score(error=failure) for _ in states]
@@ -416,17 +422,18 @@ def _unscored(states: Sequence[State]) -> Iterator[None]:
             state.update(known)
 
 
-def _score_in(state: State, name: str = "score_group") -> Score:
-    """The score that someone's own scoring wrote into a state."""
-    if state.get("error") is not None:
-        return Score(error=state["error"])
-    metrics = {key: as_score(value, str(key)) for key, value in (state.get("metrics") or {}).items()}
-    return Score(reward=as_score(state.get("reward"), name), metrics=metrics)
-
-
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
     """A subclass's own method takes ``(state)``, ``(state, score_sem)`` or ``(prompt, completion, answer, state)``."""
     names = list(inspect.signature(own).parameters)
     if not names or names[0] == "state":
         return (state, nullcontext()) if "score_sem" in names else (state,)
     return tuple(field(state, name) for name in ("prompt", "completion", "answer", "state"))
+
+
+def _group_call_form(own: Callable[..., Any], states: list[State]) -> tuple[Any, ...]:
+    """A ``score_group`` of one's own takes ``(states, score_sem)``, or as in 0.1.10 ``(states)``."""
+    try:
+        inspect.signature(own).bind(states, nullcontext())
+    except TypeError:
+        return (states,)
+    return states, nullcontext()

@@ -54,6 +54,34 @@ def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
     return None
 
 
+def score_of(result: Any, state: State, name: str) -> Score:
+    """The score that a ``score_rollout`` of one's own returned, or else wrote into the state.
+
+    It returns a number, the reward and the metrics in one dict, a `RolloutScore`, the state, or nothing.
+    """
+    if (error := state.get("error")) is not None:  # its own, or that of a rubric that it asked
+        return Score(error=_as_error(error, name))
+    if isinstance(result, State):
+        result, state = None, result
+    reward, metrics = result, state.get("metrics") or {}
+    if isinstance(result, Mapping) and "reward" in result:
+        flat = {key: value for key, value in result.items() if key not in ("reward", "metrics")}
+        reward, metrics = result["reward"], {**flat, **(result.get("metrics") or {})}
+    elif result is None or isinstance(result, Mapping):
+        reward = state.get("reward")
+    found = {str(key): as_score(value, str(key)) for key, value in metrics.items()}
+    return Score(reward=as_score(reward, name), metrics=found)
+
+
+def _as_error(written: Any, name: str) -> Error:
+    """What foreign scoring wrote into ``state["error"]``: a failure of the grader, whatever it is."""
+    if isinstance(written, Error) and written.blame != "policy":
+        return written
+    error = GraderError(f"{name} wrote the error {written!r:.300} into the state")
+    error.__cause__ = written if isinstance(written, BaseException) else None
+    return error
+
+
 def grader_error(error: Exception, plan: Plan) -> Error:
     if isinstance(error, TimeLimitError):
         return GraderError(f"reward {plan.name!r}: {error}")
@@ -130,6 +158,8 @@ def write_score(state: State, score: Score, *, is_whole: bool = True) -> None:
     A turn without a reward of its own gets that of the rollout, once it is ``is_whole``: its group may still add to it.
     """
     score.check()
+    if score.error is None and (written := state.get("error")) is not None:
+        score.error = _as_error(written, "a reward function")
     if score.error is not None:
         state["error"] = score.error
         state["reward"] = None

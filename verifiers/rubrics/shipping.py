@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 from verifiers.types import State
 
-LIVE = ("client", "responses")
+LIVE = ("client",)
 """Entries of a state that stay in the process of the run: they hold connections and keys."""
 
 _ABSENT: Any = object()

@@ -183,7 +183,7 @@ class RemoteEnv(Environment):
                     task.add_done_callback(ended)
                 elif event.get("event") == "done":
                     state = attached(event["state"], event["score"], answerer)
-                    if self.direct and (used := state.get("usage")) is not None:
+                    if self.direct and (used := state.peek_usage()) is not None:
                         note_reply(used.completion_tokens)
                     return state
             raise _LostError(f"{self._shown} ended the reply before the rollout was done")

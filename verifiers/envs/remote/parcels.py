@@ -15,7 +15,8 @@ from verifiers.errors import Error, InfraError, describe, ending_cause
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.shipping import LIVE
 from verifiers.store.plain import plain
-from verifiers.types import State, Usage
+from verifiers.store.record import read_usage
+from verifiers.types import State
 
 Plain = dict[str, Any]
 
@@ -41,9 +42,9 @@ def attached(fields: Mapping[str, Any], score: Mapping[str, Any] | None, answere
         state.not_sampled = reason
     state["error"] = retold(state.get("error"))
     if isinstance(used := state.get("usage"), Mapping):
-        state["usage"] = msgspec.convert(used, Usage)
+        state["usage"] = read_usage(used) or used
     if answerer is not None:
-        state["client"], state["responses"] = answerer.given, []
+        state["client"] = answerer.given
         state.answerer = answerer
     if score is not None:
         state.remote_score = read_score(score)

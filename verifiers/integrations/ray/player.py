@@ -222,7 +222,7 @@ class RayPlayer:
             self._deaths_in_a_row = 0
             fields, score = value
             state = attached(fields, score, self._answerer)
-            if self._terms.client is not None and (used := state.get("usage")) is not None:
+            if self._terms.client is not None and (used := state.peek_usage()) is not None:
                 waiting.context.run(note_reply, used.completion_tokens)
             if not waiting.future.done():
                 waiting.future.set_result(state)
