@@ -119,7 +119,7 @@ TABLE = [
         "a precision",
         (),
         {"ACCELERATE_MIXED_PRECISION": "fp8"},
-        "mixed_precision=fp8 of Accelerate is not known here",
+        "mixed_precision=fp8 of Accelerate is not supported",
     ),
     pytest.param(
         "no Ray",

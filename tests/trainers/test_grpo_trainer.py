@@ -386,7 +386,7 @@ def test_saved_rollouts_longer_than_the_model_has_positions_are_left_out_and_cou
     ("odd", "said"),
     [
         ({"rewards": ["good", 0.0]}, "reward of saved rollout 0 is 'good'"),
-        ({"completions": ["a", 2]}, "rollout 1 is a t"),
+        ({"completions": ["a", 2]}, "rollout 1 must be text"),
     ],
 )
 def test_saved_rollouts_with_odd_values_are_told_in_one_sentence(odd, said):
@@ -432,7 +432,7 @@ def test_bad_input_is_one_sentence_before_the_first_step(tmp_path):
 
 def test_no_memory_for_it_is_said_with_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("verifiers.trainers.memory.job.free_memory", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"needs .* at its peak .* and .* are free on cpu"):
+    with pytest.raises(ValueError, match=r"needs .* at its peak .* but .* are free on cpu"):
         making.trainer(tmp_path)
 
 

@@ -252,14 +252,14 @@ def test_the_precision_of_a_launcher_is_that_of_the_model(tmp_path, monkeypatch)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert next(several.offline(tmp_path, 1, "grpo").model.parameters()).dtype == torch.bfloat16
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(ValueError, match="mixed_precision=fp8 of Accelerate is not known here"):
+    with pytest.raises(ValueError, match="mixed_precision=fp8 of Accelerate is not supported"):
         several.offline(tmp_path, 1, "grpo")
 
 
 def test_a_configuration_of_fsdp_1_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ValueError, match=r"for FSDP 1 .* say fsdp_version: 2"):
+    with pytest.raises(ValueError, match=r"for FSDP 1 .* set fsdp_version: 2"):
         accelerator()
 
 
@@ -273,7 +273,7 @@ def test_deepspeed_that_is_not_installed_is_one_sentence(monkeypatch):
 def test_groups_are_never_split_over_processes():
     import verifiers as vf
 
-    with pytest.raises(ValueError, match="of each of 2 processes must be a multiple of group_size = 8"):
+    with pytest.raises(ValueError, match="in each of 2 processes must be a multiple of group_size = 8"):
         vf.GRPOConfig(batch_size=4, group_size=8).check(processes=2)
 
 

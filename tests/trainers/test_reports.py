@@ -271,9 +271,9 @@ def test_no_row_is_lost_by_a_resume_within_a_generation_some_of_whose_rollouts_f
         ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 has no effect: loss_type='sapo' does not use it"),
         ({"loss_type": "cispo", "delta": 2.0}, "delta=2.0 has no effect: loss_type='cispo' does not use it"),
         ({"sapo_temperature_pos": 2.0}, "loss_type='dr_grpo' does not use it"),
-        ({"importance_sampling_clip_max": 2.0}, "it goes with importance_sampling_mode"),
-        ({"ref_model_mixup_alpha": 0.5, "kl_coef": 0.1}, "it goes with sync_ref_model"),
-        ({"max_resamples": 5}, "it goes with dynamic_sampling"),
+        ({"importance_sampling_clip_max": 2.0}, "it is used only with importance_sampling_mode"),
+        ({"ref_model_mixup_alpha": 0.5, "kl_coef": 0.1}, "it is used only with sync_ref_model"),
+        ({"max_resamples": 5}, "it is used only with dynamic_sampling"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_warned_of(tmp_path: Path, settings: dict[str, Any], said: str) -> None:

@@ -295,7 +295,7 @@ def test_a_server_whose_logprobs_leave_out_the_temperature_is_refused(tmp_path):
 
 
 def test_what_a_server_may_understand_differently_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="more than one of top_p, top_k and min_p by an engine that does not say"):
+    with pytest.raises(ValueError, match="more than one of top_p, top_k and min_p by an engine that does not report"):
         served(tmp_path / "a", top_p=0.9, top_k=5).train()
     with pytest.raises(ValueError, match="num_batches_ahead"):
         served(tmp_path / "b", top_p=0.9, num_batches_ahead=1).train()

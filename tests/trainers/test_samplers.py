@@ -111,7 +111,7 @@ def test_a_plain_vllm_does_not_say_and_a_reply_counts_as_of_the_weights_when_it_
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), **ahead).train()
     assert 1 <= max(line["staleness_max"] for line in report.steps) <= 2
     assert [line["across_updates"] for line in report.steps] == [0.0] * 4
-    assert caplog.text.count("does not say which weights made a token") == 1
+    assert caplog.text.count("does not report the weight version of tokens") == 1
 
 
 def test_versions_are_kept_with_the_trajectory_and_no_token_is_older_than_the_bound(tmp_path):

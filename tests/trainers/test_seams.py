@@ -200,7 +200,7 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
         ({"top_p": "0.9"}, "top_p must be a finite number, got '0.9'"),
         ({"adam_beta2": 1.0}, "adam_beta2 must be 0 or more, and below 1, got 1.0"),
         ({"sampling_args": [1]}, r"sampling_args must be a mapping, got \[1\]"),
-        ({"scale_rewards": 1}, "scale_rewards must be a text or True or False or None, got 1"),
+        ({"scale_rewards": 1}, "scale_rewards must be a string or True or False or None, got 1"),
         ({"sampling_args": {"seed": 3}}, "samples with seed=3: all rollouts of a prompt would be the same"),
         ({"sampling_args": {"extra_body": {"seed": 3}}}, "samples with seed=3"),
         ({"gradient_checkpointing": "false"}, "gradient_checkpointing must be True or False or None, got 'false'"),
@@ -262,7 +262,7 @@ def test_what_is_kept_of_a_rollout_has_the_reward_that_it_was_learned_from_with(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (own_rewards(lambda completions: [1.0]), "compute_rewards gave 1 rewards for 16 completions"),
+        (own_rewards(lambda completions: [1.0]), "compute_rewards returned 1 rewards for 16 completions"),
         (
             own_rewards(lambda completions: None),
             "compute_rewards returned None; it must return a list with a number for each of 16",
@@ -278,7 +278,7 @@ def test_what_is_kept_of_a_rollout_has_the_reward_that_it_was_learned_from_with(
         (own_batch(lambda batch: batch.update(rewards=[math.nan] * 16)), "the reward of rollout 0 of a batch is nan"),
         (own_batch(lambda batch: batch.update(rewards=["x"] * 16)), "the reward of rollout 0 of a batch is 'x'"),
         (own_batch(lambda batch: batch.update(advantages=[1.0])), "advantages of the batch: got 1 values for 16"),
-        (own_batch(lambda batch: batch.update(advantages=[math.nan] * 16)), "gave nan for a rollout with reward"),
+        (own_batch(lambda batch: batch.update(advantages=[math.nan] * 16)), "got nan for a rollout with reward"),
         (own_batch(lambda batch: batch.update(advantages=["x"] * 16)), r"\['x', .* is not a list with one entry"),
         (own_batch(lambda batch: {**batch, "advantages": [1.0]}), "1 advantages for 16 completions"),
     ],

@@ -150,13 +150,13 @@ def test_long_examples_are_cut_and_those_without_room_are_counted():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "there are no rows to imitate"),
-        ([{"question": "a", "answer": "b"}], r"row 0 has nothing to imitate: .*need env="),
-        ([{"text": "a"}], r"row 0 has nothing to imitate: give prompt and completion.*its columns: text"),
+        ([], "the dataset has no rows to imitate"),
+        ([{"question": "a", "answer": "b"}], r"row 0 has nothing to imitate: .*pass env="),
+        ([{"text": "a"}], r"row 0 has nothing to imitate: it needs prompt and completion.*its columns: text"),
         ([{"completion": "a"}], "row 0 has a completion but neither a 'prompt' nor a 'question'"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "none of its 1 messages is the assistant's"),
         (["a"], "a row must be a mapping with prompt and completion"),
-        ([{"prompt": "a", "completion": 4}], "row 0: its completion is a text or messages, not 4"),
+        ([{"prompt": "a", "completion": 4}], "row 0: its completion must be a text or messages, not 4"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 0 begins with an assistant message"),
     ],
     ids=["none", "answers", "columns", "prompt", "turns", "text", "number", "greeting"],

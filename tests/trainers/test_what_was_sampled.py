@@ -237,7 +237,7 @@ def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_w
     assert step["refused"] == 16
     (reason,) = step["refused_reasons"]
     assert reason.startswith("16 × its completion holds a reply that no call of the policy gave")
-    (notice,) = [one["notice"] for one in report.notices if "not learned from" in one["notice"]]
+    (notice,) = [one["notice"] for one in report.notices if "not trained on" in one["notice"]]
     assert notice.startswith("16 rollouts were not trained on")
 
     class AllEdited(Spoken):

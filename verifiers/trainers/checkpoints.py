@@ -219,7 +219,7 @@ def _atomic(staging: Path, path: Path, what: str) -> Iterator[None]:
         shutil.rmtree(staging, ignore_errors=True)
         if missing is None:
             raise
-        reason = "there is not enough memory" if missing == errno.ENOMEM else os.strerror(missing)
+        reason = "there is too little memory" if missing == errno.ENOMEM else os.strerror(missing)
         said = f"this {what} was not saved: {reason}; earlier ones are unchanged, and training can be resumed"
         raise CheckpointError(missing, said, str(path)) from error
 
