@@ -67,7 +67,7 @@ def test_what_fits_nowhere_is_said_and_fails(run, model):
 def test_bad_input_is_one_sentence(run, model, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert (
-        "'4by8' is no number of cards and their memory: write 4x24GB"
+        "'4by8' is not a number of GPUs with their memory: write 4x24GB"
         in run("plan", model, "--gpus", "4by8", code=2).stderr
     )
     assert "more than the 40,960 positions" in run("plan", model, "--gpus", "80GB", "--length", "99999", code=2).stderr
@@ -98,4 +98,4 @@ def test_a_configuration_of_which_no_model_can_be_made_and_cards_past_counting_a
     said = run("plan", "wrong.json", "--gpus", "80GB", code=1).stderr
     assert "no model can be made by the configuration of wrong.json" in said
     assert len(said.strip().splitlines()) == 1
-    assert "no number of cards" in run("plan", model, "--gpus", "999999999x80GB", code=2).stderr
+    assert "not a number of GPUs" in run("plan", model, "--gpus", "999999999x80GB", code=2).stderr

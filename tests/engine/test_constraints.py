@@ -80,7 +80,7 @@ def test_a_constrained_reply_is_refused_for_training_in_one_sentence(local: Loca
         tokens = ask(local, **sampling).tokens
         assert tokens is not None
         assert tokens.sampling is not None
-        with pytest.raises(ValueError, match=f"{name}.*leave it out of what is trained on"):
+        with pytest.raises(ValueError, match=f"{name}.*leave it out for training"):
             read_distribution(tokens.sampling)
     free = ask(local, ignore_eos=True, max_tokens=8).tokens
     assert free is not None

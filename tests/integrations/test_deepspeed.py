@@ -110,5 +110,5 @@ def test_a_batch_of_deepspeeds_configuration_that_is_not_the_trainers_is_one_sen
     config = {"train_batch_size": 30, "zero_optimization": {"stage": 2}}
     Path(tmp_path / "ds.json").write_text(json.dumps(config))
     settings = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
-    with pytest.raises(AssertionError, match="train_batch_size of DeepSpeed's configuration is 30, and batch_size = 8"):
+    with pytest.raises(AssertionError, match="train_batch_size of DeepSpeed's configuration is 30, but batch_size = 8"):
         launch(tmp_path, TORCHRUN, "online", python=python, **ENGINES["zero2"], **settings)

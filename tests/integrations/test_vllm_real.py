@@ -424,7 +424,7 @@ def test_turns_before_and_after_an_update_and_after_a_restart_are_of_the_weights
         # What a vLLM that was started anew says of its weights, which nobody here has sent it.
         asyncio.run(VLLMServer(setup.url).ask("POST", "/update_weight_version", {"new_version": "default"}))
         assert turn() == "7"
-        assert "is passed over: it answered from weights that it calls 'default'" in caplog.text
+        assert "gets no requests for now: the server answered with weights of version 'default'" in caplog.text
     finally:
         samplers.close()
 

@@ -188,15 +188,21 @@ def test_rewards_may_have_any_name_and_values_any_kind_of_number():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda rewards: rewards[:1], "gave 1 values for 2 rollouts of a group; it gives one for each"),
-        (lambda rewards: [math.nan, 0.0], "gave nan for a rollout with reward 1.0; an advantage is a finite number"),
-        (lambda rewards: [[0.0, math.inf], 0.0], "an advantage is a finite number"),
-        (lambda rewards: 3.0, "gave 3.0; it gives a list: a number for each of 2 rollouts of a group"),
-        (lambda rewards: dict(enumerate(rewards)), r"gave \{0: .*; it gives a list: a number for each"),
-        (lambda rewards: "10", "gave '10'; it gives a list: a number for each"),
-        (lambda rewards: ["high", "low"], "it gives a list: a number for each"),
-        (lambda rewards, groups: [0.0], "gave 1 values for 2 rollouts of a batch"),
-        (lambda rewards, states: [0.0, 0.0], "asks for the states of rollouts, and this batch has texts without them"),
+        (lambda rewards: rewards[:1], "got 1 values for 2 rollouts of a group; expected one for each"),
+        (
+            lambda rewards: [math.nan, 0.0],
+            "got nan for a rollout with reward 1.0; an advantage must be a finite number",
+        ),
+        (lambda rewards: [[0.0, math.inf], 0.0], "an advantage must be a finite number"),
+        (lambda rewards: 3.0, "3.0 is not a list with one entry for each of 2 rollouts of a group"),
+        (lambda rewards: dict(enumerate(rewards)), r"\{0: .* is not a list with one entry for each"),
+        (lambda rewards: "10", "'10' is not a list with one entry for each"),
+        (lambda rewards: ["high", "low"], "is not a list with one entry for each"),
+        (lambda rewards, groups: [0.0], "got 1 values for 2 rollouts of a batch"),
+        (
+            lambda rewards, states: [0.0, 0.0],
+            "needs the states of rollouts, but this batch has completions without a state",
+        ),
     ],
 )
 def test_an_estimator_that_gives_something_else_is_told_in_one_sentence(function, said):
@@ -211,10 +217,13 @@ def takes_nothing():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda rewards, lengths: rewards, "asks for 'lengths'; it can have rewards, states, groups"),
-        (takes_nothing, "asks for nothing; it can have rewards"),
-        (lambda rewards, gather: rewards, "asks for gather and not for groups: it would be called once for each"),
-        (3, "advantage is a function or a name, not a int"),
+        (lambda rewards, lengths: rewards, "has an unknown parameter 'lengths'; it can have rewards, states, groups"),
+        (takes_nothing, "has no parameters; it can have rewards"),
+        (
+            lambda rewards, gather: rewards,
+            "has a parameter gather but none named groups: it would be called once for each",
+        ),
+        (3, "advantage must be a function or a name, not a int"),
     ],
 )
 def test_an_estimator_that_cannot_be_called_is_refused_when_it_is_given(function, said):
@@ -223,5 +232,5 @@ def test_an_estimator_that_cannot_be_called_is_refused_when_it_is_given(function
 
 
 def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match="there is no advantage 'ppo'; take one of grpo, dr_grpo"):
+    with pytest.raises(ValueError, match="unknown advantage 'ppo'; use one of grpo, dr_grpo"):
         Estimator("ppo")

@@ -77,7 +77,7 @@ def test_a_single_step_has_the_interval_of_its_own_rollouts() -> None:
 def test_metrics_that_rose_while_others_fell() -> None:
     page = part(audit([step(n) for n in range(1, 41)], []), "Reward functions and metrics")
     assert "| turns | 1.000 | 1.000 | +0.000 |" in page
-    assert "While correct rose, format fell: is one bought with the other?" in page
+    assert "While correct rose, format fell: is this at the expense of the other?" in page
 
 
 def test_noise_has_neither_risen_nor_fallen() -> None:
@@ -132,7 +132,7 @@ def test_drift_of_length_and_format() -> None:
     assert "| has a code block | 0% | 100% |" in page
     assert "| is cut off | 0% | 50% |" in page
     assert "| lines | 1.0 | 4.0 |" in page
-    assert "| begins as most others do | 10% | 100% |" in page
+    assert "| has the most common beginning | 10% | 100% |" in page
     assert "is empty" not in page  # never, so not a row
     assert page.rstrip().endswith("    Sure, here is")
 

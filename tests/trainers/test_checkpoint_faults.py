@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_saved_is_one_sentence_and_lea
     said, whole, parts = done.stdout.splitlines()[-3:]
     reason = "File too large" if how == "a limit on files" else "No space left on device"
     assert said.startswith("CheckpointError: ")
-    assert f"this checkpoint was not saved: {reason}; earlier ones are as they were" in said
+    assert f"this checkpoint was not saved: {reason}; earlier ones are unchanged" in said
     assert (whole, parts) == ("[]", "[]")
 
 
@@ -354,7 +354,7 @@ def test_a_checkpoint_that_was_cut_short_is_one_sentence_and_an_earlier_one_goes
         damaged = checkpoint / which
     os.truncate(damaged, 100)
     with pytest.raises(
-        ValueError, match=r"step-000002 is damaged and cannot be read \(.*go on from an earlier"
+        ValueError, match=r"step-000002 is damaged and cannot be read \(.*resume from an earlier"
     ) as caught:
         making.trainer(tmp_path, max_steps=3).train(resume=True)
     assert "\n" not in str(caught.value)

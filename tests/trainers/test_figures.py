@@ -97,7 +97,7 @@ def test_both_rewards_are_shown_drawn_and_tracked(filtered):
     assert "of all sampled" in {name for name, _, _ in display._curves()}
     assert 'class="sampled"' in plot_svg(report.steps)
     assert "of all sampled (dashes)" in (folder / "plot.svg").read_text()
-    assert "of all that was sampled it went from" in audit(report.steps, [])
+    assert "of all sampled rollouts it went from" in audit(report.steps, [])
     flat = flatten(last)
     assert (flat["reward"], flat["reward_sampled"]) == (last["reward"], last["reward_sampled"])
 

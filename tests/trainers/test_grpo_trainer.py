@@ -364,8 +364,12 @@ def test_a_file_that_could_run_code_is_not_read(tmp_path):
     [
         ("a.json", "{", r"a\.json is not JSON"),
         ("a.json", "[1, 2]", r"a\.json holds no rows"),
-        ("a.json", '{"prompt": "a", "completion": "b"}', "a list of each column; its '(prompt|completion)' is"),
-        ("a.parquet", "PAR", r"a\.parquet is no table that can be read"),
+        (
+            "a.json",
+            '{"prompt": "a", "completion": "b"}',
+            "each column of a data set must be a list; '(prompt|completion)' is",
+        ),
+        ("a.parquet", "PAR", r"a\.parquet is not a readable parquet file"),
         (
             "a.jsonl",
             '{"prompt": "a", "completion": "b", "reward": 1}\n{"completion": "b", "reward": 1}',
@@ -383,9 +387,9 @@ def test_saved_rollouts_longer_than_the_model_has_positions_are_left_out_and_cou
     saved = {"prompts": ["say"] * 4, "completions": ["e" * 600, "a", "e", "b"], "rewards": [1.0, 0.0, 1.0, 0.0]}
     report = making.trainer(tmp_path / "a", dataset=saved, batch_size=4, max_steps=1).train()
     assert report.last["refused"] == 1
-    assert "it has 603 tokens, and a sequence has at most 512" in report.last["refused_reasons"][0]
+    assert "it has 603 tokens, more than the limit of 512" in report.last["refused_reasons"][0]
     assert report.last["trained_tokens"] == 3
-    with pytest.raises(ValueError, match=r"none of 4 rollouts can be learned from; \d of them: it has \d+ tokens"):
+    with pytest.raises(ValueError, match=r"none of 4 rollouts can be trained on; \d of them: it has \d+ tokens"):
         making.trainer(tmp_path / "b", dataset=saved, batch_size=4, max_steps=1, max_seq_length=2).train()
 
 
@@ -393,7 +397,7 @@ def test_saved_rollouts_longer_than_the_model_has_positions_are_left_out_and_cou
     ("odd", "said"),
     [
         ({"rewards": ["good", 0.0]}, "reward of saved rollout 0 is 'good'"),
-        ({"completions": ["a", 2]}, "rollout 1 is a t"),
+        ({"completions": ["a", 2]}, "rollout 1 must be text"),
     ],
 )
 def test_saved_rollouts_with_odd_values_are_told_in_one_sentence(odd, said):
@@ -414,9 +418,9 @@ def test_a_data_set_without_two_completions_to_a_prompt_is_refused():
 def test_bad_input_is_one_sentence_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="must be a multiple of group_size = 3"):
         making.trainer(tmp_path, batch_size=16, group_size=3)
-    with pytest.raises(ValueError, match="rewards nothing"):
+    with pytest.raises(ValueError, match="has no reward"):
         making.trainer(tmp_path, env=making.environment(rubric=vf.Rubric([])))
-    with pytest.raises(TypeError, match="env is an environment"):
+    with pytest.raises(TypeError, match="env must be an environment"):
         vf.GRPOTrainer(model="none", env="arithmetic")
     with pytest.raises(ValueError, match="no chat template"):
         vf.GRPOTrainer(
@@ -439,7 +443,7 @@ def test_bad_input_is_one_sentence_before_the_first_step(tmp_path):
 
 def test_no_memory_for_it_is_said_with_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("verifiers.trainers.memory.job.free_memory", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"needs .* at its peak .* and .* are free on cpu"):
+    with pytest.raises(ValueError, match=r"needs .* at its peak .* but .* are free on cpu"):
         making.trainer(tmp_path)
 
 

@@ -278,11 +278,11 @@ def in_place(logprobs, advantages):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (scalar, r"loss 'scalar' gave a tensor of shape \(\) for 3 tokens: it gives the loss of each token"),
-        (plain_number, "loss 'plain_number' gave a float for 3 tokens"),
-        (not_finite, "loss 'not_finite' gave nan for a token with logprob -1: a loss is a finite number"),
-        (an_array, "loss 'an_array' gave a ndarray for 3 tokens"),
-        (in_place, "loss 'in_place' changed advantages in place: make new tensors from what it is given"),
+        (scalar, r"loss 'scalar' returned a tensor of shape \(\) for 3 tokens: it must return the loss of each"),
+        (plain_number, "loss 'plain_number' returned a float for 3 tokens"),
+        (not_finite, "loss 'not_finite' returned nan for a token with logprob -1: a loss must be finite"),
+        (an_array, "loss 'an_array' returned a ndarray for 3 tokens"),
+        (in_place, "loss 'in_place' changed advantages in place: create new tensors instead"),
         (without_gradient, "loss 'without_gradient' has no gradient: compute it from logprobs"),
     ],
 )
@@ -294,9 +294,12 @@ def test_a_loss_that_gives_something_else_is_told_in_one_sentence(function, said
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda logprobs, old: logprobs, "asks for 'old'; it can have logprobs, old_logprobs, advantages"),
-        (lambda: 0.0, "asks for nothing; it can have logprobs"),
-        (3, "loss is a function or a name, not a int"),
+        (
+            lambda logprobs, old: logprobs,
+            "has an unknown parameter 'old'; it can have logprobs, old_logprobs, advantages",
+        ),
+        (lambda: 0.0, "has no parameters; it can have logprobs"),
+        (3, "loss must be a function or a name, not a int"),
     ],
 )
 def test_a_loss_that_cannot_be_called_is_refused_before_it_is(function, said):

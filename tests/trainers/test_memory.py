@@ -108,7 +108,7 @@ def test_host_memory_is_counted_where_the_optimizer_is_there() -> None:
 
 
 def test_nothing_that_fits_is_advised_where_nothing_does() -> None:
-    with pytest.raises(WillNotFitError, match="no knob of one process makes it fit: take a smaller model"):
+    with pytest.raises(WillNotFitError, match="no setting of one process makes it fit: use a smaller model"):
         check_fits(plan_memory(asked(), replace(CONSUMER, capacity=2e9)), "cuda:0")
 
 
@@ -175,7 +175,7 @@ def test_knobs_that_change_no_number_are_taken_and_told_and_losses_are_the_same(
     tight = making.trainer(tmp_path / "tight", show_progress=True, **sizes)
     told = ", ".join(tight.memory.told)
     assert "gradient checkpointing" in told
-    assert "the KV cache is given back while it learns" in told
+    assert "the KV cache is released during updates" in told
     assert losses(tight) == pytest.approx(losses(plain), abs=1e-6)
     assert told in capsys.readouterr().err.splitlines()[0]
 

@@ -266,8 +266,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_rows_it_has_not_learned_from(tm
     ("given", "said"),
     [
         ({"max_staleness": 2}, "set num_batches_ahead"),
-        ({"max_staleness": 1, "num_batches_ahead": 2}, "take at least 2, or fewer batches ahead"),
-        ({"max_staleness": 2, "num_batches_ahead": 1, "steps_per_generation": 2}, "take at least 3"),
+        ({"max_staleness": 1, "num_batches_ahead": 2}, "set at least 2, or sample fewer batches ahead"),
+        ({"max_staleness": 2, "num_batches_ahead": 1, "steps_per_generation": 2}, "set at least 3"),
         ({"max_staleness": -1, "num_batches_ahead": 1}, "0 or more"),
     ],
 )

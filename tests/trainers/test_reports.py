@@ -81,7 +81,8 @@ def test_gdpo_on_saved_rollouts_takes_their_metrics_and_says_that_it_needs_the_w
         return vf.GRPOTrainer(model=model, tokenizer=tokenizer, dataset=data, env=env, config=config)
 
     with pytest.raises(
-        ValueError, match=r"gdpo weighs reward functions: they have the weights \{\}, and these rollouts"
+        ValueError,
+        match=r"gdpo weights each reward function, but none of the weights \{\} is for one of the metrics",
     ):
         make("without", None).train()
     assert make("with", making.environment()).train().last["grad_norm"] > 0
@@ -181,7 +182,7 @@ def test_the_scale_of_a_reward_function_is_judged_with_the_weight_of_its_rubric_
 def test_evaluations_of_training_rows_are_said_to_be_that_once(tmp_path: Path) -> None:
     def told(folder: str, **given: Any) -> int:
         made = making.trainer(tmp_path / folder, max_steps=2, eval_steps=1, eval_examples=2, **given)
-        return sum("evaluations are of the training rows" in one["notice"] for one in made.train().notices)
+        return sum("evaluations use the training rows" in one["notice"] for one in made.train().notices)
 
     others = [{"question": "say 99", "answer": "99"}]
     assert told("none") == 1
@@ -223,7 +224,7 @@ def test_a_resume_with_other_settings_or_rows_says_which(tmp_path: Path) -> None
         tmp_path, env=making.environment(9), max_steps=3, save_steps=3, seed=5, run_name="another name"
     )
     report = other.train(resume=True)
-    said = "resumed with other settings than before: max_steps=3 (was 2), seed=5 (was 0), rows=9 (was 16)"
+    said = "resumed with changed settings: max_steps=3 (was 2), seed=5 (was 0), rows=9 (was 16)"
     assert {"step": 2, "notice": said} in report.notices
     same = making.trainer(tmp_path, env=making.environment(9), max_steps=3, save_steps=3, seed=5).train(resume=True)
     assert same.notices == report.notices
@@ -232,7 +233,7 @@ def test_a_resume_with_other_settings_or_rows_says_which(tmp_path: Path) -> None
 def test_a_resume_with_adapters_of_another_scale_says_so(tmp_path: Path) -> None:
     making.trainer(tmp_path, max_steps=1, save_steps=1, peft_config=vf.lora_defaults(alpha=16)).train()
     report = making.trainer(tmp_path, max_steps=1, peft_config=vf.lora_defaults(alpha=64)).train(resume=True)
-    assert report.notices == [{"step": 1, "notice": "resumed with other settings than before: lora_alpha=64 (was 16)"}]
+    assert report.notices == [{"step": 1, "notice": "resumed with changed settings: lora_alpha=64 (was 16)"}]
 
 
 def test_no_row_is_lost_by_a_resume_within_a_generation_some_of_whose_rollouts_failed(tmp_path: Path) -> None:
@@ -267,12 +268,12 @@ def test_no_row_is_lost_by_a_resume_within_a_generation_some_of_whose_rollouts_f
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 has no effect: loss_type='sapo' does not read it"),
-        ({"loss_type": "cispo", "delta": 2.0}, "delta=2.0 has no effect: loss_type='cispo' does not read it"),
-        ({"sapo_temperature_pos": 2.0}, "loss_type='dr_grpo' does not read it"),
-        ({"importance_sampling_clip_max": 2.0}, "it goes with importance_sampling_mode"),
-        ({"ref_model_mixup_alpha": 0.5, "kl_coef": 0.1}, "it goes with sync_ref_model"),
-        ({"max_resamples": 5}, "it goes with dynamic_sampling"),
+        ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 has no effect: loss_type='sapo' does not use it"),
+        ({"loss_type": "cispo", "delta": 2.0}, "delta=2.0 has no effect: loss_type='cispo' does not use it"),
+        ({"sapo_temperature_pos": 2.0}, "loss_type='dr_grpo' does not use it"),
+        ({"importance_sampling_clip_max": 2.0}, "it is used only with importance_sampling_mode"),
+        ({"ref_model_mixup_alpha": 0.5, "kl_coef": 0.1}, "it is used only with sync_ref_model"),
+        ({"max_resamples": 5}, "it is used only with dynamic_sampling"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_warned_of(tmp_path: Path, settings: dict[str, Any], said: str) -> None:

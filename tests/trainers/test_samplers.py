@@ -111,7 +111,7 @@ def test_a_plain_vllm_does_not_say_and_a_reply_counts_as_of_the_weights_when_it_
         report = making.trainer(tmp_path, client=vf.Samplers(server.url), **ahead).train()
     assert 1 <= max(line["staleness_max"] for line in report.steps) <= 2
     assert [line["across_updates"] for line in report.steps] == [0.0] * 4
-    assert caplog.text.count("does not say which weights made a token") == 1
+    assert caplog.text.count("does not report the weight version of tokens") == 1
 
 
 def test_versions_are_kept_with_the_trajectory_and_no_token_is_older_than_the_bound(tmp_path):
@@ -224,7 +224,7 @@ def test_a_sampler_that_says_what_cannot_be_of_its_weights_is_refused(tmp_path, 
     with Vllm() as server:
         server.lies = lies
         said = refused(tmp_path, server.url)
-    assert ("it answered from weights that it calls" in said) is (lies in OTHERS)
+    assert ("the server answered with weights of version" in said) is (lies in OTHERS)
     assert ("do not say what made each of its 8 tokens" in said) is (lies in NO_SPANS)
     assert len(said) < 1000
 
@@ -232,9 +232,9 @@ def test_a_sampler_that_says_what_cannot_be_of_its_weights_is_refused(tmp_path, 
 @pytest.mark.parametrize(
     ("version", "config", "said"),
     [
-        ({"version": "0.11.2"}, {"backend": "nccl"}, "is vLLM 0.11.2, which cannot be sent weights in this way"),
-        ({"version": "0.32.0"}, None, "takes no weights by gloo or NCCL"),
-        ({"version": "0.32.0"}, {"backend": "ipc"}, "takes no weights by gloo or NCCL"),
+        ({"version": "0.11.2"}, {"backend": "nccl"}, "is vLLM 0.11.2, which cannot be sent weights"),
+        ({"version": "0.32.0"}, None, "does not receive weights with gloo or NCCL"),
+        ({"version": "0.32.0"}, {"backend": "ipc"}, "does not receive weights with gloo or NCCL"),
         (None, None, "is an endpoint that takes no weights"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_vllm_that_does_not_fit_is_refused(tmp_path, version, config, said):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here NCCL is there")
 def test_a_sampler_that_takes_nccl_only_is_refused_by_a_trainer_without_a_card(tmp_path):
     with Vllm(config={"backend": "nccl"}) as server:
-        assert "takes weights by NCCL, and this trainer is not on CUDA" in refused(tmp_path, server.url)
+        assert "receives weights with NCCL, but this trainer is not on CUDA" in refused(tmp_path, server.url)
 
 
 def test_a_sampler_that_is_not_there_is_refused(tmp_path):
@@ -335,7 +335,7 @@ def test_a_server_that_two_trainings_send_weights_to_is_given_up_by_one_of_them_
         first.send(7)
         try:
             with pytest.raises(
-                EndpointDownError, match=r"another trainer sends it weights \(it has version 3, and was"
+                EndpointDownError, match=r"another trainer sends weights to it \(it has version 3, but was"
             ):
                 asyncio.run(first.complete(ASKED))
             assert asyncio.run(second.complete(ASKED)).tokens.weight_versions[0].version == "3"
@@ -387,11 +387,11 @@ def test_a_server_that_has_other_weights_all_of_a_sudden_gets_the_newest_before_
             with pytest.raises(EndpointDownError):
                 asyncio.run(samplers.complete(ASKED))
             until(lambda: any("another trainer" in one.reason for one in samplers._samplers.values()))
-            with pytest.raises(EndpointDownError, match=f"another trainer sends it weights .it has version {name}"):
+            with pytest.raises(EndpointDownError, match=f"another trainer sends weights to it .it has version {name}"):
                 asyncio.run(samplers.complete(ASKED))
         samplers.close()
     assert (
-        f"is passed over: it answered from weights that it calls '{name}', and can have those of version 5"
+        f"gets no requests for now: the server answered with weights of version '{name}'; expected version 5"
         in caplog.text
     )
 
@@ -411,7 +411,7 @@ def test_what_a_server_says_wrong_of_its_weights_is_asked_of_another_and_one_tha
         bad.lies = None
         alone.start(tiny.model(tokenizer), tokenizer, 2)
         bad.lies = spans(("1", 0, 4))
-        with pytest.raises(EndpointDownError, match=r"no sampler is there .*do not say what made each of its 8 tokens"):
+        with pytest.raises(EndpointDownError, match=r"no sampler is up .*do not say what made each of its 8 tokens"):
             asyncio.run(alone.complete(ASKED))
         alone.close()
 
@@ -436,7 +436,7 @@ def test_what_a_server_fails_at_or_never_answers_is_asked_of_another(monkeypatch
 
 def test_without_any_server_requests_wait_and_then_say_so():
     samplers = vf.Samplers("http://127.0.0.1:9/v1", patience_s=0.2)
-    with pytest.raises(EndpointDownError, match=r"no sampler is there"):
+    with pytest.raises(EndpointDownError, match=r"no sampler is up"):
         asyncio.run(samplers.complete(ASKED))
 
 

@@ -131,7 +131,7 @@ def test_an_advantage_may_be_given_token_by_token_and_must_be_as_many(tmp_path):
 
     _, _, micro = prepared(trainer(tmp_path, advantage=by_token))
     assert set(micro.advantage_N.tolist()) == {0.5}
-    with pytest.raises(ValueError, match=r"17 advantages for a rollout with 1 turns and \d sampled tokens; give one"):
+    with pytest.raises(ValueError, match=r"17 advantages for a rollout with 1 turns and \d sampled tokens; return one"):
         prepared(trainer(tmp_path, advantage=lambda rewards: [[1.0] * 17] * len(rewards)))
 
 
@@ -179,7 +179,7 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
     assert made.update.loss.objective.kind == "sapo"
     with pytest.raises(TypeError, match="loss='cispo' and loss_type='grpo' of the configuration differ"):
         making.trainer(tmp_path, loss_type="grpo", extra={"loss": "cispo"})
-    with pytest.raises(TypeError, match="advantage= is a function, and the configuration names another estimator"):
+    with pytest.raises(TypeError, match="advantage= is a function, but the configuration also names an estimator"):
         making.trainer(tmp_path, scale_rewards="std", extra={"advantage": lambda rewards: rewards})
 
 
@@ -188,7 +188,7 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
     [
         ({"loss": "ppo"}, "loss_type must be one of grpo, dr_grpo, .*, sapo, got 'ppo'"),
         ({"advantage": "gae"}, "advantage must be one of grpo, .*, per_turn, got 'gae'"),
-        ({"advantage": "rloo", "scale_rewards": "std"}, "advantage and scale_rewards are the same thing"),
+        ({"advantage": "rloo", "scale_rewards": "std"}, "advantage and scale_rewards both choose the estimator"),
         ({"scale_rewards": "some"}, "scale_rewards must be one of none, std"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
         ({"importance_sampling_mode": "clip"}, "importance_sampling_mode must be one of token_truncate"),
@@ -200,7 +200,7 @@ def test_names_are_arguments_fields_and_aliases(tmp_path):
         ({"top_p": "0.9"}, "top_p must be a finite number, got '0.9'"),
         ({"adam_beta2": 1.0}, "adam_beta2 must be 0 or more, and below 1, got 1.0"),
         ({"sampling_args": [1]}, r"sampling_args must be a mapping, got \[1\]"),
-        ({"scale_rewards": 1}, "scale_rewards must be a text or True or False or None, got 1"),
+        ({"scale_rewards": 1}, "scale_rewards must be a string or True or False or None, got 1"),
         ({"sampling_args": {"seed": 3}}, "samples with seed=3: all rollouts of a prompt would be the same"),
         ({"sampling_args": {"extra_body": {"seed": 3}}}, "samples with seed=3"),
         ({"gradient_checkpointing": "false"}, "gradient_checkpointing must be True or False or None, got 'false'"),
@@ -284,18 +284,24 @@ def test_what_is_kept_of_a_rollout_has_the_reward_that_it_was_learned_from_with(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (own_rewards(lambda completions: [1.0]), "compute_rewards gave 1 rewards for 16 completions"),
-        (own_rewards(lambda completions: None), "compute_rewards gave None; it gives a list: a number for each of 16"),
+        (own_rewards(lambda completions: [1.0]), "compute_rewards returned 1 rewards for 16 completions"),
+        (
+            own_rewards(lambda completions: None),
+            "compute_rewards returned None; it must return a list with a number for each of 16",
+        ),
         (
             own_rewards(lambda completions: dict.fromkeys(range(16), 1.0)),
-            r"compute_rewards gave \{0: 1.0, .*; it gives a",
+            r"compute_rewards returned \{0: 1.0, .*; it must return a",
         ),
-        (own_rewards(lambda completions: ["good"] * 16), r"compute_rewards gave \['good', .*; it gives a list"),
+        (
+            own_rewards(lambda completions: ["good"] * 16),
+            r"compute_rewards returned \['good', .*; it must return a list",
+        ),
         (own_batch(lambda batch: batch.update(rewards=[math.nan] * 16)), "the reward of rollout 0 of a batch is nan"),
         (own_batch(lambda batch: batch.update(rewards=["x"] * 16)), "the reward of rollout 0 of a batch is 'x'"),
-        (own_batch(lambda batch: batch.update(advantages=[1.0])), "the column of a batch gave 1 values for 16"),
-        (own_batch(lambda batch: batch.update(advantages=[math.nan] * 16)), "gave nan for a rollout with reward"),
-        (own_batch(lambda batch: batch.update(advantages=["x"] * 16)), r"gave \['x', .*; it gives a list: a number"),
+        (own_batch(lambda batch: batch.update(advantages=[1.0])), "advantages of the batch: got 1 values for 16"),
+        (own_batch(lambda batch: batch.update(advantages=[math.nan] * 16)), "got nan for a rollout with reward"),
+        (own_batch(lambda batch: batch.update(advantages=["x"] * 16)), r"\['x', .* is not a list with one entry"),
         (own_batch(lambda batch: {**batch, "advantages": [1.0]}), "1 advantages for 16 completions"),
     ],
 )
@@ -450,7 +456,10 @@ def test_tokens_of_another_model_are_refused_before_they_are_looked_up(tmp_path,
     batch, _, _ = prepared(made)
     for reply in batch["completions"]:
         reply.state["trajectory"][0]["tokens"]["completion_ids"][place] = token
-    with pytest.raises(ValueError, match=f"a token {token} to learn from, and the model has 301: was it made with"):
+    with pytest.raises(
+        ValueError,
+        match=f"token id {token} is outside the model's vocabulary of 301 tokens: were these tokens made with",
+    ):
         made.train_step(batch)
 
 
@@ -574,7 +583,7 @@ def test_a_rest_of_a_generation_that_was_damaged_is_one_sentence(tmp_path, odd):
     trainer(tmp_path, max_steps=1, **settings).train()
     (saved,) = tmp_path.rglob("unlearned.json")
     saved.write_text(odd)
-    with pytest.raises(ValueError, match=r"is damaged and cannot be read .*; go on from an earlier"):
+    with pytest.raises(ValueError, match=r"is damaged and cannot be read .*; resume from an earlier"):
         trainer(tmp_path, max_steps=2, **settings).train(resume=True)
 
 
@@ -587,7 +596,7 @@ def test_a_rest_of_a_generation_that_was_not_saved_is_sampled_anew_and_that_is_s
     settings = {"steps_per_generation": 2, "batch_size": 8, "save_steps": 1}
     trainer(tmp_path, Bare, max_steps=1, **settings).train()
     assert len(trainer(tmp_path, Bare, max_steps=3, **settings).train(resume=True).steps) == 3
-    assert "sampled anew" in caplog.text
+    assert "sampled again" in caplog.text
 
 
 def test_a_training_that_stopped_between_generations_goes_on_as_if_it_had_not(tmp_path):

@@ -90,7 +90,7 @@ def test_gold_answers_are_written_as_the_parser_wants_them():
     assert gold_reply(env(vf.Parser()), row) == "4"
     assert gold_reply(env(vf.Parser(vf.extract_boxed_answer)), row) in ("4", "\\boxed{4}")
     assert gold_reply(env(vf.ThinkParser()), row).endswith("4")
-    with pytest.raises(ValueError, match="reads the answer '4' out of no usual form of reply; give rows with"):
+    with pytest.raises(ValueError, match="does not find the answer '4' in any common form of reply; pass rows with"):
         gold_reply(env(vf.Parser(lambda text: None)), row)
 
 
@@ -117,7 +117,7 @@ def test_rollouts_of_a_run_are_imitated_if_they_were_good_enough(tmp_path):
         found = read_samples(source, tokenizer, min_reward=1.0)
         assert said(found.samples, tokenizer) == ["1<|end|>"] * 2
         assert (found.below, found.failed) == (4, 0)
-    with pytest.raises(ValueError, match=r"no row has a reward of min_reward=2.0 or more: the best has 1"):
+    with pytest.raises(ValueError, match=r"no row has a reward of at least min_reward=2.0: the best reward is 1"):
         read_samples(results, tokenizer, min_reward=2.0)
 
 
@@ -143,21 +143,21 @@ def test_long_examples_are_cut_and_those_without_room_are_counted():
     found = read_samples(rows, tokenizer, max_length=5)
     assert said(found.samples, tokenizer) == ["abcd"]
     assert found.overlong == 1
-    with pytest.raises(ValueError, match="no reply of 1 rows begins within max_seq_length=5 tokens"):
+    with pytest.raises(ValueError, match="all 1 rows are too long: no reply begins within max_seq_length=5 tokens"):
         read_samples(rows[:1], tokenizer, max_length=5)
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "there are no rows to imitate"),
-        ([{"question": "a", "answer": "b"}], r"row 0 has nothing to imitate: .*need env="),
-        ([{"text": "a"}], r"row 0 has nothing to imitate: give prompt and completion.*its columns: text"),
+        ([], "the dataset has no rows to imitate"),
+        ([{"question": "a", "answer": "b"}], r"row 0 has nothing to imitate: .*pass env="),
+        ([{"text": "a"}], r"row 0 has nothing to imitate: it needs prompt and completion.*its columns: text"),
         ([{"completion": "a"}], "row 0 has a completion but neither a 'prompt' nor a 'question'"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "none of its 1 messages is the assistant's"),
-        (["a"], "a row is a mapping with prompt and completion"),
-        ([{"prompt": "a", "completion": 4}], "row 0: its completion is a text or messages, not 4"),
-        ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 0 begins with the assistant"),
+        (["a"], "a row must be a mapping with prompt and completion"),
+        ([{"prompt": "a", "completion": 4}], "row 0: its completion must be a text or messages, not 4"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 0 begins with an assistant message"),
     ],
     ids=["none", "answers", "columns", "prompt", "turns", "text", "number", "greeting"],
 )
@@ -171,7 +171,7 @@ def test_min_reward_without_rewards_is_refused():
     _, tokenizer = tiny()
     with pytest.raises(ValueError, match=r"min_reward=0\.5 needs rows with a reward"):
         read_samples(ROWS, tokenizer, min_reward=0.5)
-    with pytest.raises(ValueError, match=r"rewards that are numbers, and a row has 'high'"):
+    with pytest.raises(ValueError, match=r"rewards that are numbers, but a row has 'high'"):
         read_samples([{**ROWS[0], "reward": "high"}], tokenizer, min_reward=0.5)
 
 
@@ -343,7 +343,9 @@ def test_a_tokenizer_of_another_model_is_told_before_its_tokens_are_looked_up(tm
     _, tokenizer = vf.tiny_model("abcdefghijklmnopqrstuvwxyz", hidden_size=32)
     rows = [{"prompt": "ab", "completion": "xyz"}] * 4
     config = vf.SFTConfig(max_steps=1, batch_size=2, output_dir=tmp_path, show_progress=False)
-    with pytest.raises(ValueError, match=r"a token \d+ to learn from, and the model has \d+: was it made with"):
+    with pytest.raises(
+        ValueError, match=r"token id \d+ is outside the model's vocabulary of \d+ tokens: were these tokens made with"
+    ):
         vf.SFTTrainer(model=model, tokenizer=tokenizer, dataset=rows, config=config).train()
 
 

@@ -84,7 +84,7 @@ def test_a_model_in_4_bits_is_not_sharded():
     model, tokenizer = vf.tiny_model("ab", hidden_size=64)
     rows = [{"prompt": "a", "completion": "b"}]
     made = vf.SFTTrainer(model, rows, {"load_in_4bit": True}, tokenizer=tokenizer, peft_config=vf.lora_defaults())
-    with pytest.raises(ValueError, match=r"weights in 4 bits .* are not shared out among processes, and fsdp2 is"):
+    with pytest.raises(ValueError, match=r"weights in 4 bits .* cannot be sharded, so fsdp2 does not work"):
         make_weights(made.model, made.config, made.accelerator, "fsdp2", whole="saved")
 
 
@@ -319,8 +319,8 @@ def test_a_section_for_deepspeed_that_accelerate_ignores_is_warned_of(tmp_path):
     script.write_text("from verifiers.trainers.distributed.processes import accelerator\naccelerator()\n")
     done = launched_by_accelerate(tmp_path / "zero3.yaml", 2, str(script))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("has a section deepspeed_config, and Accelerate ignores it") == 1
-    assert "say distributed_type: DEEPSPEED" in done.stderr
+    assert done.stderr.count("has a section deepspeed_config, but Accelerate ignores it") == 1
+    assert "set distributed_type: DEEPSPEED" in done.stderr
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))

@@ -74,7 +74,7 @@ def test_slow_scoring_is_named_as_what_holds_a_run_up() -> None:
 def test_samplers_that_are_mostly_idle_are_not_named_as_what_holds_a_run_up() -> None:
     idle = Setup(**PLAIN | {"sampler_gpus": 8, "max_staleness": 1, "env_s": 30})
     assert simulate(idle).sampler_use < 0.5
-    assert "how long one rollout takes" in simulate(idle).bottleneck
+    assert "the length of a rollout" in simulate(idle).bottleneck
     half = simulate(replace(idle, sampler_gpus=4))
     assert half.step_s < 1.2 * simulate(idle).step_s  # as it says
     assert "the samplers" in simulate(Setup(**PLAIN | {"max_staleness": 1, "env_s": 0, "train_s": 1})).bottleneck
@@ -121,11 +121,11 @@ def test_vf_simulate_prints_a_table_and_refuses_nonsense_in_one_sentence() -> No
     assert found["prediction"]["gpus"] == 6
     for wrong, said in (
         (["--mfu", "1.5"], "mfu=1.5"),
-        (["--gpus-a-replica", "3"], "no multiple"),
+        (["--gpus-a-replica", "3"], "must be a multiple of gpus_a_replica=3"),
         (["--batch", "0"], "batch=0 must be a whole number, 1 to 1e+18"),
         (["--parameters", "1e308"], "parameters=1e+308 must be a number, 0 to 1e+18"),
         (["--tokens-sigma", "60"], "tokens_sigma=60.0 must be a number, 0 to 10"),
-        (["--max-staleness", "1000000"], "turns would have to be played out"),
+        (["--max-staleness", "1000000"], "turns are too many to simulate"),
     ):
         refused = CliRunner().invoke(program, ["simulate", *small, *wrong])
         assert refused.exit_code == 2
@@ -143,7 +143,7 @@ def test_figures_of_any_size_are_played_out_to_the_end() -> None:
     assert simulate(Setup(**PLAIN | far)).step_s > 1e13
     drawn = {"tokens_per_s_alone": 1e-18, "tokens_per_s_full": 1.7e-17, "tokens_a_turn": 960825, "tokens_sigma": 8.17}
     lost = PLAIN | drawn | {"turns": 1, "slots": 2, "batch": 11, "max_staleness": 2, "steps": 2, "seed": 221}
-    with pytest.raises(ValueError, match="a step takes no time with these figures, or less than can be told apart"):
+    with pytest.raises(ValueError, match="with these figures a step takes no time, or less than the resolution"):
         simulate(Setup(**lost | {"train_s": 1e-9, "sync_latency_s": 1e-9}))
 
 

@@ -56,7 +56,9 @@ def test_a_missing_package_is_one_sentence_with_the_way_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"report_to='trackio' needs a package that is not here; pip install trackio"):
+    with pytest.raises(
+        ImportError, match=r"report_to='trackio' needs a package that is not installed; pip install trackio"
+    ):
         start("trackio", tmp_path)
     assert start("all", tmp_path) == []
 
@@ -137,7 +139,7 @@ def test_nested_figures_get_names_with_slashes_and_holes_are_left_out() -> None:
 def test_a_tracker_that_fails_warns_once_and_training_goes_on_and_it_is_tried_again() -> None:
     inner = Recorder(fails=True)
     guarded = Guarded(inner)
-    with pytest.warns(RuntimeWarning, match="recorder does not take figures.*network is down.*training goes on"):
+    with pytest.warns(RuntimeWarning, match="recorder failed to log metrics.*network is down.*training continues"):
         guarded.log(1, FIGURES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

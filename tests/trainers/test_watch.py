@@ -99,7 +99,7 @@ def test_a_training_that_ends_solved_has_low_entropy_and_flat_groups_and_hears_t
 
 @pytest.mark.parametrize(
     ("reward", "advice"),
-    [(1.2, "these rows look solved"), (0.0, "give easier rows"), (0.2, "give easier rows")],
+    [(1.2, "these rows look solved"), (0.0, "use easier rows"), (0.2, "use easier rows")],
     ids=["all right from the start", "all wrong", "the format and nothing else"],
 )
 def test_where_all_rewards_are_alike_the_advice_is_right_at_both_ends(reward: float, advice: str) -> None:
@@ -116,7 +116,7 @@ def test_a_format_that_all_keep_is_not_yet_a_solved_task() -> None:
         rewards = [0.0, 0.2] * 4 if step < 4 else [0.2] * 8
         metrics = {"step": step, "reward": sum(rewards) / 8, "zero_variance": 0.0 if step < 4 else 1.0}
         found += watch.look(metrics, {"rewards": rewards, "groups": [0] * 4 + [1] * 4})
-    assert "give easier rows" in only(found, "no_variance").text
+    assert "use easier rows" in only(found, "no_variance").text
 
 
 def test_no_variance_in_any_group() -> None:
@@ -141,7 +141,7 @@ def test_everything_truncated() -> None:
     assert "max_new_tokens (now 64)" in notice.text
     assert "with mask_truncated_completions" in notice.text
     masked = only(watched({"truncated": 1.0}, mask_truncated_completions=True), "truncated")
-    assert "they train nothing" in masked.text
+    assert "they are not trained on" in masked.text
 
 
 def test_replies_that_are_cut_off_and_right_all_the_same_are_left_alone() -> None:
@@ -204,7 +204,7 @@ def test_exploding_ratio(changes: dict[str, float], said: str) -> None:
 
 def test_large_divergence() -> None:
     notice = only(watched({"kl": 2.5}, kl_coef=0.01), "kl")
-    assert "2.50 nats a token away" in notice.text
+    assert "is 2.50 nats per token" in notice.text
     assert "kl_coef (now 0.01)" in notice.text
 
 
@@ -229,7 +229,7 @@ def test_a_falling_reward() -> None:
 def test_a_dead_reward_function() -> None:
     notice = only(watched(columns={"format": [0.0] * 32}), "dead:format")
     assert notice.step == WINDOW
-    assert "'format' has given 0 to every rollout so far: it has a weight (0.2)" in notice.text
+    assert "'format' has returned 0 for every rollout so far: it has a weight (0.2)" in notice.text
 
 
 def test_a_function_that_has_moved_once_is_not_dead_and_a_metric_without_weight_never() -> None:

@@ -237,8 +237,8 @@ def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_w
     assert step["refused"] == 16
     (reason,) = step["refused_reasons"]
     assert reason.startswith("16 × its completion holds a reply that no call of the policy gave")
-    (notice,) = [one["notice"] for one in report.notices if "not learned from" in one["notice"]]
-    assert notice.startswith("16 rollouts were not learned from")
+    (notice,) = [one["notice"] for one in report.notices if "not trained on" in one["notice"]]
+    assert notice.startswith("16 rollouts were not trained on")
 
     class AllEdited(Spoken):
         def edit(self, text: str, row: Any) -> str:
@@ -246,7 +246,7 @@ def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_w
 
     trainer = making.trainer(tmp_path / "all", env=spoken(AllEdited), max_steps=1)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(ValueError, match=r"none of 16 rollouts can be learned from.*no call of the policy gave"):
+    with pytest.raises(ValueError, match=r"none of 16 rollouts can be trained on.*no call of the policy gave"):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
@@ -376,9 +376,7 @@ def test_a_batch_of_texts_that_the_policy_never_said_is_refused_and_those_it_sai
             prompts = [[{"role": "user", "content": "say 1"}]] * 4
             return prompts, self.generate(prompts), [0.0, 1.0, 2.0, 3.0]
 
-    with pytest.raises(
-        ValueError, match=r"none of 2 rollouts can be learned from.*a text that this policy is not known"
-    ):
+    with pytest.raises(ValueError, match=r"none of 2 rollouts can be trained on.*its text is not a known reply"):
         making.trainer(tmp_path / "a", Own, max_steps=1).train()
     (step,) = making.trainer(tmp_path / "b", Asked, max_steps=1).train().steps
     assert step["ratio_max"] == pytest.approx(1.0, abs=1e-4)

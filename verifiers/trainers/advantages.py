@@ -1,8 +1,9 @@
 """Rewards of rollouts become advantages: how much better each rollout was than its baseline.
 
-An estimator is a function whose parameters name what it needs (`INPUTS`). It returns, for each rollout, one number, a
-list with one for each turn or each sampled token, or None: then the rollout is not trained on. It is called once for
-each group, or once for the whole batch if it asks for ``groups``. `GRPOTrainer(advantage=...)` takes one of your own.
+An estimator is a function whose parameters name what it needs (`INPUTS`). For each rollout it returns a number, a list
+of numbers (one for each turn or each sampled token), or None if the rollout should not be trained on. It is called once
+for each group, or once for the whole batch if it has a parameter ``groups``. `GRPOTrainer(advantage=...)` takes a
+function of your own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from verifiers.trainers.functions import CallByName
 INPUTS = {
     "rewards": "of the rollouts of a group",
     "states": "of the same rollouts",
-    "groups": "which group each rollout is of; asking for it means the whole batch in one call",
+    "groups": "the group number of each rollout; with it, the function is called once with the whole batch",
     "weights": "of the rubric's reward functions, by name",
-    "gather": "a function: a list of this process → that of all processes; it goes with groups",
+    "gather": "a function: list of this process → joined lists of all processes; needs groups",
 }
 
 Advantage = float | Sequence[float] | None
@@ -31,7 +32,7 @@ Gather = Callable[[list[Any]], list[Any]]
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """Rewards less their mean.
+    """Rewards minus their mean.
 
     >>> dr_grpo([1.0, 0.0])
     [0.5, -0.5]
@@ -40,7 +41,7 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """Rewards less their mean, over their standard deviation.
+    """Rewards minus their mean, divided by their standard deviation.
 
     >>> grpo([3.0, 1.0])
     [1.0, -1.0]
@@ -51,7 +52,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def grpo_batch(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
-    """Rewards less the mean of their group, over the standard deviation of all rewards of the batch.
+    """Rewards minus the mean of their group, divided by the standard deviation of all rewards of the batch.
 
     >>> grpo_batch([7.0, 1.0, -1.0, -7.0], [0, 0, 1, 1], list)
     [0.6, -0.6, 0.6, -0.6]
@@ -63,7 +64,7 @@ def grpo_batch(rewards: Sequence[float], groups: Sequence[int], gather: Gather) 
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """Each reward less the mean of the others (REINFORCE, leave one out).
+    """Each reward minus the mean of the others (REINFORCE leave-one-out).
 
     >>> rloo([1.0, 0.0, 0.0])
     [1.0, -0.5, -0.5]
@@ -73,7 +74,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 def reinforce_plus_plus(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
-    """Rewards normalised over the batch: groups are not used, and one without variance is trained on too.
+    """Rewards normalised over the batch. Groups are not used, so that a group without variance is trained on too.
 
     >>> reinforce_plus_plus([3.0, 3.0, 1.0, 1.0], [0, 0, 1, 1], list)
     [1.0, 1.0, -1.0, -1.0]
@@ -82,7 +83,7 @@ def reinforce_plus_plus(rewards: Sequence[float], groups: Sequence[int], gather:
 
 
 def reinforce_plus_plus_baseline(rewards: Sequence[float], groups: Sequence[int], gather: Gather) -> list[float]:
-    """Rewards less the mean of their group, then normalised over the batch.
+    """Rewards minus the mean of their group, then normalised over the batch.
 
     >>> reinforce_plus_plus_baseline([14.0, 0.0, 2.0, 0.0], [0, 0, 1, 1], list)
     [1.4, -1.4, 0.2, -0.2]
@@ -93,9 +94,9 @@ def reinforce_plus_plus_baseline(rewards: Sequence[float], groups: Sequence[int]
 def gdpo(
     states: Sequence[Mapping[str, Any]], groups: Sequence[int], weights: Mapping[str, float], gather: Gather
 ) -> list[float]:
-    """Each reward function normalised within its group, then their weighted sum normalised over the batch.
+    """The values of each reward function normalised within the group, then their weighted sum over the batch.
 
-    So a reward function with small differences counts as much as one with large differences.
+    A reward function with small differences thus counts as much as one with large differences.
 
     >>> states = [{"metrics": {"right": 1.0, "short": 0.1}}, {"metrics": {"right": 0.0, "short": 0.2}}]
     >>> gdpo(states, [0, 0], {"right": 1.0, "short": 0.5}, list)
@@ -105,8 +106,8 @@ def gdpo(
     known = {name for state in states for name in state.get("metrics") or {}}
     if states and not any(weight and name in known for name, weight in weights.items()):
         raise ValueError(
-            f"gdpo weighs reward functions: they have the weights {dict(weights)}, and these rollouts the metrics "
-            f"{sorted(known)}; pass env=, whose rubric scored them by functions, or take another advantage"
+            f"gdpo weights each reward function, but none of the weights {dict(weights)} is for one of the metrics of "
+            f"these rollouts, {sorted(known)}; pass env= with the rubric that scored them, or use another advantage"
         )
     for name, weight in weights.items():
         scored = [i for i, state in enumerate(states) if weight and name in (state.get("metrics") or {})]
@@ -117,10 +118,10 @@ def gdpo(
 
 
 def per_turn(rewards: Sequence[float], states: Sequence[Mapping[str, Any]]) -> list[list[float] | float]:
-    """The reward of each turn less the mean reward of that turn in the group, over the rollouts that reached it.
+    """The reward of each turn minus the mean reward of that turn over the rollouts of the group that reached it.
 
-    An environment sets it as it plays (``state["trajectory"][-1]["reward"] = …``); a turn without a reward has that of
-    its rollout. A rollout that was saved without its turns is compared as a whole.
+    An environment sets the reward of a turn during the rollout (``state["trajectory"][-1]["reward"] = …``). A turn
+    without one has the reward of its rollout. A rollout that was saved without its turns is compared as a whole.
 
     >>> turns = [{"trajectory": [{"reward": 1.0}, {"reward": 0.0}]}, {"trajectory": [{"reward": 0.0}]}]
     >>> per_turn([0.5, 0.0], turns)
@@ -149,7 +150,7 @@ SCALES = {"none": "dr_grpo", "std": "grpo", "group": "grpo", "batch": "grpo_batc
 
 
 class Estimator:
-    """A built-in estimator, by its name, or a function: called with a batch, and its result checked.
+    """Calls an estimator, which is the name of a built-in one or a function, on a batch and checks the result.
 
     >>> Estimator("rloo")([1.0, 0.0, None, 5.0, 7.0], [0, 0, 0, 1, 1])
     [1.0, -1.0, None, -2.0, 2.0]
@@ -157,14 +158,14 @@ class Estimator:
 
     def __init__(self, given: str | Callable[..., Any]) -> None:
         if isinstance(given, str) and given not in ESTIMATORS:
-            raise ValueError(f"there is no advantage {given!r}; take one of {', '.join(ESTIMATORS)}, or a function")
+            raise ValueError(f"unknown advantage {given!r}; use one of {', '.join(ESTIMATORS)}, or a function")
         function = ESTIMATORS[given] if isinstance(given, str) else given
         self.name = name_of(function)
         self._call = CallByName(function, INPUTS, what="advantage", first="rewards")
         if "gather" in self._call.wanted and "groups" not in self._call.wanted:
             raise TypeError(
-                f"advantage {self.name!r} asks for gather and not for groups: it would be called once for each group, "
-                "and processes that have fewer of them would be waited for without end; ask for groups, too"
+                f"advantage {self.name!r} has a parameter gather but none named groups: it would be called once for "
+                "each group, and processes with fewer groups would leave the others waiting forever; add groups"
             )
 
     @property
@@ -185,7 +186,7 @@ class Estimator:
         scored = [i for i, reward in enumerate(rewards) if reward is not None]
         if "states" in self._call.wanted and any(states[i] is None for i in scored):
             raise ValueError(
-                f"advantage {self.name!r} asks for the states of rollouts, and this batch has texts without them"
+                f"advantage {self.name!r} needs the states of rollouts, but this batch has completions without a state"
             )
         is_whole = "groups" in self._call.wanted
         found: list[Advantage] = [None] * len(rewards)
@@ -208,28 +209,28 @@ class Estimator:
 
 
 def checked(values: Any, rewards: Sequence[Any], *, whose: str, what: str) -> list[Advantage]:
-    """Advantages as floats or lists of floats, one for each reward; ``whose`` and ``what`` are for the errors."""
+    """Advantages as floats or lists of floats, one for each reward; ``whose`` and ``what`` are for error messages."""
     try:
         found = [_plain(one) for one in as_ordered(values)]
     except (TypeError, ValueError):
         raise ValueError(
-            f"{whose} gave {values!r:.80}; it gives a list: a number for each of {what}, "
-            "or one for each of its turns or sampled tokens"
+            f"{whose}: {values!r:.80} is not a list with one entry for each of {what}; an entry is a number, or a list "
+            "with one number for each turn or each sampled token"
         ) from None
     if len(found) != len(rewards):
-        raise ValueError(f"{whose} gave {len(found)} values for {what}; it gives one for each")
+        raise ValueError(f"{whose}: got {len(found)} values for {what}; expected one for each")
     for one, reward in zip(found, rewards, strict=True):
         numbers = [] if one is None else [one] if isinstance(one, float) else one
         if not all(map(math.isfinite, numbers)):
             raise ValueError(
-                f"{whose} gave {one} for a rollout with reward {reward!r}; an advantage is a finite number "
-                "(None: this rollout does not train)"
+                f"{whose}: got {one} for a rollout with reward {reward!r}; an advantage must be a finite number "
+                "(None excludes the rollout from training)"
             )
     return found
 
 
 def as_ordered(values: Any) -> Any:
-    """The values themselves; TypeError for what can be iterated over and is no list of numbers: a dict, a text, a set.
+    """The values themselves; TypeError for iterables that cannot be a list of numbers: a dict, a string, a set.
 
     >>> as_ordered({0: 1.0})
     Traceback (most recent call last):
@@ -242,7 +243,7 @@ def as_ordered(values: Any) -> Any:
 
 
 def mean_advantage(advantage: Advantage) -> float | None:
-    """The advantage of a rollout as one number: the mean of those of its turns or tokens.
+    """The advantage of a rollout as one number: the mean over its turns or tokens.
 
     >>> mean_advantage([1.0, 0.0]), mean_advantage(0.5), mean_advantage(None)
     (0.5, 0.5, None)
@@ -253,7 +254,7 @@ def mean_advantage(advantage: Advantage) -> float | None:
 
 
 def flat_groups(rewards: Sequence[float | None], groups: Sequence[int]) -> set[int]:
-    """Groups without variance in their rewards (equal, or fewer than two that are not None): they have no gradient.
+    """Groups without a gradient, as their rewards have no variance: all equal, or fewer than two that are not None.
 
     >>> flat_groups([1.0, 1.0, 0.0, 1.0, None, 1.0], [0, 0, 1, 1, 2, 2])
     {0, 2}
@@ -273,7 +274,7 @@ def population_std(values: Sequence[float]) -> float:
 
 
 def _normalised(values: list[float], gather: Gather) -> list[float]:
-    """Values less the mean over all processes, over the standard deviation over all; 0 without variance."""
+    """Values minus the mean, divided by the standard deviation, both over all processes; 0 without variance."""
     everyone = gather(values)
     if not any(centered(everyone)):
         return [0.0] * len(values)
@@ -292,7 +293,7 @@ def _by_group(
 
 
 def members(indices: Iterable[int], groups: Sequence[int]) -> list[list[int]]:
-    """The indices of each group's rollouts, groups in the order in which they first appear."""
+    """The indices of each group's rollouts; groups are in order of first appearance."""
     found: dict[int, list[int]] = {}
     for i in indices:
         found.setdefault(groups[i], []).append(i)

@@ -14,13 +14,13 @@ from verifiers.trainers.memory.optimizers import ALIASES, OPTIMIZERS
 
 SCHEDULES = ("constant", "linear", "cosine")
 STRATEGIES = ("no", "steps", "epoch")
-_KINDS: dict[str, tuple[str, Any]] = {  # of a field, by its annotation: in words, and as a class
+_KINDS: dict[str, tuple[str, Any]] = {  # annotation of a field → what it must be, in words and as a class
     "bool": ("True or False", bool),
     "int": ("a whole number", int),
     "float": ("a finite number", (int, float)),
-    "str": ("a text", str),
+    "str": ("a string", str),
     "Path": ("a path", Path),
-    "Sequence[str]": ("a list of texts", (list, tuple)),
+    "Sequence[str]": ("a list of strings", (list, tuple)),
     "dict[str, Any]": ("a mapping", (Mapping, type(None))),
     "None": ("None", type(None)),
 }
@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[str, Any]] = {  # of a field, by its annotation: in word
 
 @dataclass(init=False, repr=False)
 class Config:
-    """Fields with aliases: an unknown name is an error, a name without effect a warning; fields may be set later."""
+    """Fields with aliases. An unknown name is an error, a name without effect a warning. Fields may be set later."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     without_effect: ClassVar[Mapping[str, str]] = {}
@@ -62,7 +62,7 @@ class Config:
         self._set.add(canonical)
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).without_effect:  # the value that was set, or None: a user's code may read it
+        if name in type(self).without_effect:  # user code may read it: return the value that was set, or None
             return self.__dict__.get("_unused", {}).get(name)
         canonical = type(self).aliases.get(name)
         if canonical is None:
@@ -70,7 +70,7 @@ class Config:
         return getattr(self, canonical)
 
     def is_set(self, name: str) -> bool:
-        """Whether this field was set, be it to its default value."""
+        """Whether this field was set explicitly, even to its default value."""
         return name in self._set
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Config:
             return given
         if isinstance(given, Mapping):
             return cls(**given)
-        raise TypeError(f"the configuration is a {cls.__name__} or a mapping, not a {type(given).__name__}")
+        raise TypeError(f"the configuration must be a {cls.__name__} or a mapping, not a {type(given).__name__}")
 
     def _require(self, name: str, is_right: bool, wanted: str) -> None:
         if not is_right:
@@ -106,12 +106,12 @@ class Config:
         known = {one.name for base in ours for one in fields(base)}
         for one in fields(self):
             names = str(one.type).split(" | ")
-            if one.name not in known or not _KINDS.keys() >= set(names):  # what a subclass has of its own, it checks
+            if one.name not in known or not _KINDS.keys() >= set(names):  # a user's subclass checks its own fields
                 continue
             value, kinds = getattr(self, one.name), [_KINDS[name] for name in names]
             is_right = any(
                 isinstance(value, kind) and isinstance(value, bool) == (kind is bool) for _, kind in kinds
-            )  # a bool is no number here
+            )  # a bool is an int in Python, but not a valid number here
             is_right &= not isinstance(value, float) or math.isfinite(value)
             self._require(one.name, is_right, " or ".join(words for words, _ in kinds))
 
@@ -169,13 +169,13 @@ class TrainingConfig(Config):
     }
 
     def strategy(self, what: str) -> str:
-        """When to evaluate or save: as configured, or "steps" where only their number was."""
+        """When to evaluate or save: the strategy that was set, else "steps" if the number of steps was, else "no"."""
         said, steps = getattr(self, f"{what}_strategy"), getattr(self, f"{what}_steps")
         return str(said) if said is not None else "steps" if steps else "no"
 
     def check(self, processes: int = 1) -> None:
-        """Raise ValueError for settings that are wrong, alone or in this number of processes."""
-        if self.max_grad_norm == math.inf:  # the norm is measured all the same
+        """Raise ValueError for settings that are invalid, also for this number of processes."""
+        if self.max_grad_norm == math.inf:  # no clipping; the norm is measured in any case
             self.max_grad_norm = None
         self._require_kinds()
         for name in ("batch_size", "gradient_accumulation_steps", "logging_steps"):
@@ -193,7 +193,7 @@ class TrainingConfig(Config):
         for name in ("adam_beta1", "adam_beta2"):
             self._require(name, 0 <= getattr(self, name) < 1, "0 or more, and below 1")
         self._require("adam_epsilon", self.adam_epsilon >= 0, "0 or more")
-        if self.lr_scheduler_type == "constant_with_warmup":  # as others call it: every schedule here warms up
+        if self.lr_scheduler_type == "constant_with_warmup":  # the name in Transformers; every schedule here warms up
             self.lr_scheduler_type = "constant"
         self._require_one_of("lr_scheduler_type", SCHEDULES)
         self._require("max_grad_norm", self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None")
@@ -206,7 +206,7 @@ class TrainingConfig(Config):
             self.optim = ALIASES[self.optim]
         self._require_one_of("optim", OPTIMIZERS)
         if self.fp16 and self.bf16:
-            raise ValueError("fp16 and bf16 are two precisions; choose one")
+            raise ValueError("fp16 and bf16 are both set; choose one precision")
 
 
 def is_count(value: Any) -> bool:

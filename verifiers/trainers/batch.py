@@ -1,4 +1,4 @@
-"""Scored rollouts become a batch, the columns that ``train_step`` takes; rewards become its column of advantages."""
+"""Scored rollouts become a batch, the columns that ``train_step`` takes; its rewards become a column of advantages."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def completion_text(completion: Any) -> str:
 class Batch(dict[str, list[Any]]):
     """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
 
-    Failed rollouts are in ``failed`` instead. ``cursor`` is the stream's after its rows were taken; ``row_positions``
-    has the stream positions of each group's rows, where groups are not taken in order. ``sampled`` is the example and
-    the reward of every rollout that was scored, those that dynamic sampling replaced included; ``tokens`` are those
-    that were sampled for all of them, and for the failed ones.
+    Failed rollouts are in ``failed`` instead. ``cursor`` is the row stream's cursor after the batch's rows were taken.
+    ``row_positions`` has the stream positions of each group's rows if groups are not taken in order. ``sampled`` has
+    the example and the reward of every scored rollout, also of those that dynamic sampling replaced. ``tokens`` is the
+    number of tokens sampled for all of them and for the failed ones.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Batch(dict[str, list[Any]]):
         self.failed = list(failed)
         self.cursor = cursor
         self.row_positions: dict[int, list[int]] | None = None
-        self.refused: list[str] = []  # reasons why rollouts cannot be trained on, one for each of these
+        self.refused: list[str] = []  # for each rollout that cannot be trained on: why
         self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
         self.tokens = sum(map(_tokens_of, [*self.states, *self.failed])) if tokens is None else tokens
         self.seconds: dict[str, float] = {}
-        self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when it was scored
-        self.ratios: dict[int, list[float]] = {}  # of the trained tokens of some rollouts, by index in the batch
+        self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when the batch was scored
+        self.ratios: dict[int, list[float]] = {}  # ratios of the trained tokens of some rollouts, by index
 
     @classmethod
     def of_states(cls, states: Sequence[State], groups: Sequence[int], **kwargs: Any) -> Batch:
-        """Scored states as a batch; those with an error are its ``failed`` ones."""
+        """Scored states as a batch; states with an error become its ``failed`` rollouts."""
         alive = [(state, group) for state, group in zip(states, groups, strict=True) if state.get("error") is None]
         columns: dict[str, list[Any]] = {
             "prompts": [state["prompt"] for state, _ in alive],
@@ -97,7 +97,7 @@ class Batch(dict[str, list[Any]]):
 
     @property
     def rows_taken(self) -> list[int]:
-        """Stream positions of all rows that were taken for it."""
+        """Stream positions of all rows that were taken for this batch."""
         return [position for positions in (self.row_positions or {}).values() for position in positions]
 
     @property
@@ -116,15 +116,15 @@ class Batch(dict[str, list[Any]]):
         return both
 
     def keep(self, indices: Sequence[int]) -> Batch:
-        """A batch of these rollouts; those that failed or were sampled besides are still counted."""
+        """A batch of these rollouts only; its figures still count all sampled and failed ones."""
         columns = {name: [values[i] for i in indices] for name, values in self.items()}
         return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled, tokens=self.tokens)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
-        """``n`` batches of whole groups, about as many in each; every part has its rows, and the cursor after them.
+        """``n`` batches of about equally many whole groups, each with its rows and the cursor after them.
 
-        Where there are fewer groups than parts some parts are empty. Failed rollouts go to the others: a step with no
-        other rollouts would end the training.
+        With fewer groups than parts, some parts are empty. Failed rollouts go to the parts that are not: a step with
+        failed rollouts only would end the training.
         """
         numbers = list(dict.fromkeys(self["groups"]))
         bounds = [-(-k * len(numbers) // n) for k in range(n + 1)]
@@ -135,12 +135,12 @@ class Batch(dict[str, list[Any]]):
             part = self.keep([i for i, group in enumerate(self["groups"]) if group in of_part])
             part.failed = self.failed[filled.index(k) :: len(filled)] if k in filled else []
             if self.row_positions is not None:
-                empty = self.row_positions.keys() - set(numbers) if k == 0 else set()  # all of their rollouts failed
+                empty = self.row_positions.keys() - set(numbers) if k == 0 else set()  # groups that failed entirely
                 mine = of_part | empty
                 part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
             part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
-            part.tokens = self.tokens if k == 0 else 0  # as its seconds
-            # Groups are numbered as their rows were taken: those before the next part's first one are done with.
+            part.tokens = self.tokens if k == 0 else 0  # the first part accounts for all of them, as for the seconds
+            # Groups are numbered in the order of their rows: this part ends where the next one's first group begins.
             later = next(iter(numbers[bounds[k + 1] :]), self.cursor - first_cursor)
             part.cursor = min(self.cursor, first_cursor + (later if isinstance(later, int) else 0))
             part.seconds = dict(self.seconds) if k == 0 else {}
@@ -149,13 +149,13 @@ class Batch(dict[str, list[Any]]):
         return parts
 
     def saved(self) -> dict[str, Any] | None:
-        """What `of_saved` makes the batch of again; None where the state of a rollout is not known."""
+        """Plain data that `of_saved` restores the batch from; None if the state of a rollout is not known."""
         if any(state is None for state in self.states):
             return None
         columns = {name: values for name, values in self.items() if name != "completions"}
         about = {name: getattr(self, name) for name in ("sampled", "tokens", "cursor", "reward_weights")}
         states, failed = ([detached(one)[0] for one in some if one] for some in (self.states, self.failed))
-        # Whatever environments keep in their states: it is sent to another process, and written as JSON.
+        # States hold any objects of environments, but this is sent to another process and written as JSON.
         found: dict[str, Any] = plain({"columns": columns, "states": states, "failed": failed, **about})
         return found
 
@@ -163,7 +163,7 @@ class Batch(dict[str, list[Any]]):
     def of_saved(cls, saved: Mapping[str, Any]) -> Batch:
         states, failed = ([attached(one, None, None) for one in saved[name]] for name in ("states", "failed"))
         for step in (step for state in states for step in state["trajectory"]):
-            if tokens := step["tokens"]:  # JSON has no NaN
+            if tokens := step["tokens"]:  # NaN was saved as null
                 known = [math.nan if one is None else one for one in tokens["completion_logprobs"]]
                 tokens["completion_logprobs"] = known
         columns = {**saved["columns"], "completions": [Reply.of(state) for state in states]}
@@ -174,19 +174,19 @@ class Batch(dict[str, list[Any]]):
 
     @property
     def states(self) -> list[State | None]:
-        """The state of each rollout; None where only its text is known."""
+        """The state of each rollout; None if only its text is known."""
         return [getattr(reply, "state", None) for reply in self["completions"]]
 
     def rewarded(self, given: Any) -> Batch:
-        """The batch with the rewards of an own `compute_rewards`; rollouts without one (None, NaN) are ``failed``."""
+        """The batch with rewards from an overridden `compute_rewards`; rollouts with None or NaN become ``failed``."""
         states = [reply.state for reply in self["completions"]]
         for state, reward in zip(states, _rewards_of(given, len(states)), strict=True):
             if state.get("error") is not None:
                 continue
             if math.isfinite(reward):
-                state["reward"] = reward  # saved with the reward that it is trained on
+                state["reward"] = reward  # so that the rollout is saved with the reward that it is trained on
             else:
-                state["error"] = GraderError("compute_rewards gave a reward that is not finite")
+                state["error"] = GraderError("compute_rewards returned a reward that is not finite")
         scored = Batch.of_states(states, self["groups"], cursor=self.cursor, tokens=self.tokens)
         scored.failed = self.failed + scored.failed
         return scored
@@ -203,25 +203,25 @@ def _rewards_of(given: Any, n: int) -> list[float]:
         rewards = [math.nan if one is None else float(one) for one in as_ordered(given)]
     except (TypeError, ValueError):
         raise ValueError(
-            f"compute_rewards gave {given!r:.80}; it gives a list: a number for each of {n} completions (None: it "
-            "could not be scored)"
+            f"compute_rewards returned {given!r:.80}; it must return a list with a number for each of {n} completions "
+            "(None if it could not be scored)"
         ) from None
     if len(rewards) != n:
-        raise ValueError(f"compute_rewards gave {len(rewards)} rewards for {n} completions; it gives one for each")
+        raise ValueError(f"compute_rewards returned {len(rewards)} rewards for {n} completions; return one for each")
     return rewards
 
 
 def as_batch(given: Any) -> Batch:
     """A batch from what ``get_batch`` returned: a batch, a mapping, or (prompts, completions, rewards).
 
-    There may be several completions to a prompt, one group after the other.
+    A prompt may have several completions; those of the first prompt come first, and so on.
     """
     batch = given if isinstance(given, Batch) else _batch_of_columns(given)
     for i, reward in enumerate(batch["rewards"]):
-        is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # the second check is slow
+        is_number = type(reward) is float or isinstance(reward, SupportsFloat)  # isinstance of a protocol is slow
         if reward is not None and not (is_number and math.isfinite(reward)):
             raise ValueError(
-                f"the reward of rollout {i} of a batch is {reward!r}; it is a finite number (None: the rollout "
+                f"the reward of rollout {i} of a batch is {reward!r}; it must be a finite number (None if the rollout "
                 "could not be scored)"
             )
     return batch
@@ -231,24 +231,25 @@ def _batch_of_columns(given: Any) -> Batch:
     if isinstance(given, tuple) and len(given) == 3:
         given = dict(zip(("prompts", "completions", "rewards"), given, strict=True))
     if not isinstance(given, Mapping) or not {"prompts", "completions", "rewards"} <= set(given.keys()):
-        raise TypeError("a batch has prompts, completions and rewards: a mapping of columns, or a tuple of the three")
+        raise TypeError("a batch must be a mapping with prompts, completions and rewards, or a tuple of these three")
     columns = {name: list(given[name]) for name in given}
     prompts = [row["prompt"] if isinstance(row, Mapping) and "prompt" in row else row for row in columns["prompts"]]
     n, m = len(columns["completions"]), len(prompts)
     if m == 0 or n % m or len(columns["rewards"]) != n:
         raise ValueError(
-            f"{m} prompts, {n} completions and {len(columns['rewards'])} rewards: each prompt has as many completions"
+            f"{m} prompts, {n} completions and {len(columns['rewards'])} rewards do not match: every prompt needs the "
+            "same number of completions, and every completion a reward"
         )
     columns["prompts"] = [prompt for prompt in prompts for _ in range(n // m)]
     if "groups" not in columns:
         columns["groups"] = [i // (n // m) for i in range(n)] if n > m else group_equal(columns["prompts"])
     if len(columns.get("advantages", columns["rewards"])) != n:
-        raise ValueError(f"{len(columns['advantages'])} advantages for {n} completions: there is one for each")
+        raise ValueError(f"{len(columns['advantages'])} advantages for {n} completions: give one for each")
     return Batch({name: values for name, values in columns.items() if len(values) == n})
 
 
 def group_equal(prompts: Sequence[Any]) -> list[int]:
-    """Group numbers of prompts: equal prompts are one group.
+    """The group number of each prompt: equal prompts are in the same group.
 
     >>> group_equal(["a", "b", "a"])
     [0, 1, 0]
@@ -258,11 +259,11 @@ def group_equal(prompts: Sequence[Any]) -> list[int]:
 
 
 def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list) -> Batch:
-    """Add the column of advantages, and write them to the states; a batch that has the column keeps it."""
+    """Add the column of advantages and write them to the states; a batch that already has the column keeps it."""
     rewards = batch["rewards"]
     if "advantages" in batch:
         what = f"{len(rewards)} rollouts"
-        batch["advantages"] = checked(batch["advantages"], rewards, whose="the column of a batch", what=what)
+        batch["advantages"] = checked(batch["advantages"], rewards, whose="advantages of the batch", what=what)
     else:
         weights = batch.reward_weights
         batch["advantages"] = estimator(rewards, batch["groups"], batch.states, weights=weights, gather=gather)
@@ -273,7 +274,7 @@ def with_advantages(batch: Batch, estimator: Estimator, *, gather: Gather = list
 
 
 def _note_advantage(state: State, advantage: Advantage) -> None:
-    """Write the advantage of a rollout and of its turns to its state, over the one that scoring wrote."""
+    """Write the advantage of a rollout and of its turns to its state, replacing the one from scoring."""
     steps = state.get("trajectory") or []
     state["advantage"] = mean = mean_advantage(advantage)
     is_per_turn = isinstance(advantage, Sequence) and len(advantage) == len(steps)
@@ -282,13 +283,13 @@ def _note_advantage(state: State, advantage: Advantage) -> None:
 
 
 def refusals(batch: Batch, trained: Sequence[Any], processes: Any) -> dict[str, Any]:
-    """Figures of a step on rollouts that cannot be trained on; ValueError in all processes if no other is left."""
+    """Counts of the rollouts of a step that cannot be trained on; ValueError, in all processes, if none can be."""
     found = all_gather(processes, (list(batch.refused), len(trained)))
     reasons = Counter(reason for refused, _ in found for reason in refused)
     if not reasons:
         return {}
     if not any(count for _, count in found):
         reason, count = reasons.most_common(1)[0]
-        raise ValueError(f"none of {reasons.total()} rollouts can be learned from; {count} of them: {reason}")
+        raise ValueError(f"none of {reasons.total()} rollouts can be trained on; {count} of them: {reason}")
     told = [f"{count} × {reason}" for reason, count in reasons.most_common()]
     return {"refused": reasons.total(), "refused_reasons": told}

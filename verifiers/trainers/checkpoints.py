@@ -1,4 +1,4 @@
-"""Checkpoints: a folder with all that a training needs to resume, written atomically."""
+"""Checkpoints: folders with everything that a training needs to resume, written atomically."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from verifiers.trainers.weights import Weights
 
 STATE, TENSORS, REFERENCE = "trainer.json", "trainer.pt", "reference.pt"
 CARD = "README.md"
-UNLEARNED = "unlearned.json"  # of a generation that is shared by several updates: what is left, by process
+UNLEARNED = "unlearned.json"  # the untrained batches of a generation that several updates share, by process
 OWN_FILES = (STATE, TENSORS, REFERENCE, UNLEARNED)  # of a checkpoint, beside those of the model
 MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
-ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free is full
-ABANDONED = "abandoned-"  # prefix of checkpoints that a training has gone back from
+ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free space counts as full
+ABANDONED = "abandoned-"  # prefix of checkpoints that are later than the one a training resumed from
 _NAME = re.compile(r"step-\d+")
 _MODEL = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
 
@@ -49,8 +49,8 @@ def step_of(path: Path) -> int:
 
 
 def set_aside(root: Path, step: int) -> None:
-    """Rename the checkpoints after the step that a training resumes from: they belong to a run that was abandoned, and
-    would be taken for the newest."""
+    """Rename the checkpoints after the step that a training resumes from: they belong to an abandoned run, and would be
+    mistaken for the newest."""
     for one in checkpoints(root):
         if step_of(one) > step:
             names = (f"{ABANDONED}{n}-{one.name}" if n > 1 else f"{ABANDONED}{one.name}" for n in count(1))
@@ -58,13 +58,13 @@ def set_aside(root: Path, step: int) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
-    """Write a model, or its adapters, and its tokenizer; nothing is replaced before all of it has been written.
+    """Write a model, or its adapters, and its tokenizer; nothing is replaced before all files have been written.
 
-    In a folder that exists the files of others are kept (a README, too), and a model's files replaced, unless it is the
-    model that these adapters adapt.
+    If the folder exists, the files of a model in it are replaced, and other files (a README, for example) are kept.
+    Adapters that are saved beside the model that they adapt replace only adapters.
     """
     path = Path(path).resolve()
-    # No file can be moved into a mount point from beside it, and none written beside a folder in a read-only one.
+    # Stage inside the folder if it is a mount point (files cannot be moved into it) or its parent is not writable.
     is_alone = path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK))
     staging = (path if is_alone else path.parent) / f".{path.name}.{os.getpid()}"
     with _atomic(staging, path, "model"):
@@ -77,16 +77,16 @@ def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
 
 
 def _move_into(path: Path, staging: Path) -> None:
-    """File by file: the folder may be someone's current one, or hold files that are being written.
+    """Move file by file: the folder may be a working directory, or hold files that are being written.
 
-    Meanwhile it has no configuration: where this is stopped by a kill, files of two models cannot be loaded as one.
+    Meanwhile it has no configuration, so that files of two models cannot be loaded as one if the process is killed.
     """
     files = [file.relative_to(staging) for file in staging.rglob("*") if file.is_file()]
     if (path / CARD).exists():  # peft writes one with adapters
         files = [file for file in files if file != Path(CARD)]
     earlier = [one for one in path.iterdir() if _MODEL.fullmatch(one.name)]
     has_weights = any(not one.name.startswith("adapter_") for one in earlier)
-    if has_weights or Path("config.json") in files:  # else it is of something else than a model
+    if has_weights or Path("config.json") in files:  # otherwise an existing config.json is not that of a model
         earlier.append(path / "config.json")
     if _adapts(staging, path):
         earlier = [one for one in earlier if one.name.startswith("adapter_")]
@@ -100,7 +100,7 @@ def _move_into(path: Path, staging: Path) -> None:
 
 
 def _adapts(adapters: Path, path: Path) -> bool:
-    """Do these adapters, if they are any, adapt the model in that folder?"""
+    """Whether ``adapters`` is a folder of adapters for the model in ``path``."""
     if not (adapters / "adapter_config.json").is_file():
         return False
     base = json.loads((adapters / "adapter_config.json").read_text()).get("base_model_name_or_path")
@@ -108,7 +108,7 @@ def _adapts(adapters: Path, path: Path) -> bool:
 
 
 def _is_configuration(file: Path) -> bool:
-    """Is this one of the files of which a model needs one to be a model to anybody?"""
+    """Whether this is a file without which the folder cannot be loaded as a model or an adapter."""
     return file.name in ("config.json", "adapter_config.json")
 
 
@@ -131,9 +131,9 @@ def save(
     reference: Reference | None = None,
     unlearned: Any = None,
 ) -> Path:
-    """Write a checkpoint of this step; with ``keep``, only so many of the newest are kept.
+    """Write a checkpoint of this step; with ``keep``, all but that many of the newest are deleted.
 
-    Sharded weights are written by all processes, each its part: all of them call this together.
+    With sharded weights, every process writes its part, so all processes must call this together.
     """
     processes = weights.processes if isinstance(weights, ShardedWeights) else None
     is_main = processes is None or processes.is_main_process
@@ -171,7 +171,7 @@ def save(
 
 
 def _write_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write configuration and tokenizer only, as the weights are in shards; adapters, which are small, are written."""
+    """Write configuration and tokenizer only, as the weights are in shards; adapters are small and written whole."""
     if hasattr(model, "peft_config"):
         _write_model(model, tokenizer, folder)
         return
@@ -183,7 +183,7 @@ def _write_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _sync_and_rename(staging: Path, path: Path) -> None:
-    """Put the staging folder in the place of another, which is kept until it has been."""
+    """Replace a folder by the staging folder; the old one is deleted only afterwards."""
     for file in staging.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
@@ -197,12 +197,12 @@ def _sync_and_rename(staging: Path, path: Path) -> None:
 
 
 def _save_reference(reference: Reference, path: Path) -> None:
-    """Write the reference; a hard link to the last checkpoint's file if it has not changed since."""
+    """Write the reference, as a hard link to the last checkpoint's file if it has not changed since."""
     if reference.saved is not None and reference.saved[0] == reference.version:
         try:
             os.link(reference.saved[1], path)
             return
-        except OSError:  # it has been removed, or the file system has no hard links
+        except OSError:  # the file was deleted, or the file system has no hard links
             path.unlink(missing_ok=True)
     torch.save(reference.weights(), path)
 
@@ -211,8 +211,8 @@ def load_reference(path: Path, reference: Reference) -> None:
     """Restore the reference from a checkpoint."""
     if not (path / REFERENCE).is_file():
         raise ValueError(
-            f"{path} holds no reference for kl_coef: it was written without one, and the model before training is not "
-            "known; resume with kl_coef=0, or begin a new run from its weights"
+            f"{path} holds no reference model for kl_coef: it was written without one, and the model before training "
+            "is not known; resume with kl_coef=0, or start a new run from its weights"
         )
     saved = torch.load(path / REFERENCE, map_location="cpu", weights_only=True)
     reference.restore(saved)
@@ -220,12 +220,12 @@ def load_reference(path: Path, reference: Reference) -> None:
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 @contextmanager
 def _atomic(staging: Path, path: Path, what: str) -> Iterator[None]:
-    """On an error the staging folder is removed, and a CheckpointError says if disk or memory ran out."""
+    """On an error, remove the staging folder; raise CheckpointError if disk space or memory ran out."""
     shutil.rmtree(staging, ignore_errors=True)
     try:
         yield
@@ -235,12 +235,12 @@ def _atomic(staging: Path, path: Path, what: str) -> Iterator[None]:
         if missing is None:
             raise
         reason = "there is too little memory" if missing == errno.ENOMEM else os.strerror(missing)
-        said = f"this {what} was not saved: {reason}; earlier ones are as they were, and training can be resumed"
+        said = f"this {what} was not saved: {reason}; earlier ones are unchanged, and training can be resumed"
         raise CheckpointError(missing, said, str(path)) from error
 
 
 def _missing_resource(error: BaseException, staging: Path) -> int | None:
-    """The errno of an error for lack of a resource, which libraries wrap; None for any other error."""
+    """The errno of an error that was caused by a lack of resources, also if a library wrapped it; None for others."""
     said = str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
         return errno.ENOMEM
@@ -250,7 +250,7 @@ def _missing_resource(error: BaseException, staging: Path) -> int | None:
         return int(found[1])
     if not isinstance(error, RuntimeError):
         return None
-    try:  # torch does not say why writing failed
+    try:  # errors of torch do not include why writing failed
         free = shutil.disk_usage(staging if staging.exists() else staging.parent).free
     except OSError:
         return None
@@ -276,7 +276,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
 
 
 def load(path: Path, weights: Weights) -> dict[str, Any]:
-    """Restore weights, optimizer state and random states; the rest of the trainer's state is returned."""
+    """Restore weights, optimizer state and random states; returns the rest of the trainer's state."""
     try:
         with shards.readable(path):
             state: dict[str, Any] = json.loads(read_regular(path / STATE, most=MOST_STATE))
@@ -288,7 +288,7 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
                 tensors = torch.load(file, map_location="cpu", weights_only=True)
             saved = _shapes(path, tensors)
     except FileNotFoundError:
-        raise ValueError(f"{path} is no checkpoint: it has no {STATE} and {TENSORS}") from None
+        raise ValueError(f"{path} is not a checkpoint: it has no {STATE} and {TENSORS}") from None
     shapes = weights.shapes
     if shapes != saved:
         odd = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
@@ -300,8 +300,8 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
     if states != mine:
         wanted = [name for name, kind in OPTIMIZERS.items() if kind.state_format == states]
         raise ValueError(
-            f"{path} holds the states of another optimizer than optim={weights.config.optim!r}: resume with "
-            f"optim={' or '.join(map(repr, wanted))}, or begin a new run from its weights"
+            f"{path} was not written with optim={weights.config.optim!r}, and its optimizer state does not fit: resume "
+            f"with optim={' or '.join(map(repr, wanted))}, or start a new run from its weights"
         )
     if "masters" not in tensors:
         with shards.readable(path):
@@ -314,10 +314,10 @@ def load(path: Path, weights: Weights) -> dict[str, Any]:
                 master.copy_(value)
         weights.publish()
         weights.optimizer.load_state_dict(tensors["optimizer"])
-    if 1.0 not in (weights.scale, tensors["scale"]):  # 1: there or here it is not float16
+    if 1.0 not in (weights.scale, tensors["scale"]):  # a scale of 1 means that the training is not in float16
         weights.scale, weights.good_steps = tensors["scale"], tensors.get("good_steps", 0)
     torch.set_rng_state(tensors["torch_rng"])
-    for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # there may be fewer GPUs
+    for i, one in zip(range(torch.cuda.device_count()), tensors["cuda_rng"], strict=False):  # fewer GPUs are fine
         torch.cuda.set_rng_state(one, i)
     random.setstate((version, tuple(internal), gauss))
     return state

@@ -13,27 +13,27 @@ from verifiers.trainers.advantages import ESTIMATORS, SCALES
 from verifiers.trainers.base_config import TrainingConfig, is_count
 from verifiers.trainers.losses import CORRECTIONS, METHODS, Objective
 
-# Keys of 0.1.5 and 0.1.9 for a trainer that drives Transformers' own and a vLLM server beside it.
-_SAMPLED_HERE = "rollouts are sampled in this process; those of a server are asked for by client="
+# Keys of 0.1.5 and 0.1.9, whose trainer drove the trainer of Transformers and a separate vLLM server.
+_SAMPLED_HERE = "rollouts are sampled in this process; pass client= to sample them from a server"
 _OF_CLASSIC = {
     "async_generation_timeout": "a request has its own time limit",
-    "async_max_queue_size": "num_batches_ahead says how much is sampled ahead",
+    "async_max_queue_size": "num_batches_ahead sets how much is sampled ahead",
     "ds3_gather_for_generation": _SAMPLED_HERE,
     "generation_timeout": "a request has its own time limit",
-    "log_completions": "log_rollouts says how many rollouts of a step are kept to be read",
+    "log_completions": "log_rollouts sets how many rollouts of each step are saved",
     "log_on_each_node": "one process writes the log",
     "mask_env_responses": "only what the model sampled is trained on",
-    "max_data_workers": "no data is loaded in processes of its own",
-    "micro_batch_size": "sequences are packed into as many tokens as fit; micro_batch_tokens says how many",
-    "num_completions_to_print": "log_rollouts says how many rollouts of a step are kept to be read",
+    "max_data_workers": "data is not loaded in separate processes",
+    "micro_batch_size": "micro-batches are sized by tokens; micro_batch_tokens sets how many",
+    "num_completions_to_print": "log_rollouts sets how many rollouts of each step are saved",
     "remove_unused_columns": "rows keep their columns",
     "save_only_model": "a checkpoint holds what is needed to resume; save_model() writes the model alone",
-    "shuffle_dataset": "rows are taken in an order that seed says",
+    "shuffle_dataset": "rows are always shuffled, in an order that seed determines",
     "vllm_server_host": _SAMPLED_HERE,
     "vllm_server_port": _SAMPLED_HERE,
     "vllm_server_timeout": _SAMPLED_HERE,
     "wandb_log_unique_prompts": "rollouts are kept in the run directory",
-    "zero_truncated_completions": "replies that were cut off are scored; mask_truncated_completions leaves them out",
+    "zero_truncated_completions": "truncated replies are scored; mask_truncated_completions does not train on them",
 }
 
 
@@ -129,23 +129,23 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def updates_per_generation(self) -> int:
-        """Updates that the rollouts of one generation are split among."""
+        """The number of updates that share the rollouts of one generation."""
         return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     @property
     def max_generations_late(self) -> int:
-        """``max_staleness`` in generations: from the one trained on when a rollout starts to the one it is part of."""
+        """``max_staleness`` in generations: between the one trained on when a rollout starts and the rollout's own."""
         most = self._least_staleness if self.max_staleness is None else self.max_staleness
         return (most - self.updates_per_generation + 1) // self.updates_per_generation
 
     @property
     def _least_staleness(self) -> int:
-        """Updates between the sampling and the last use of a rollout that ``num_batches_ahead`` implies."""
+        """The staleness, in updates, that ``num_batches_ahead`` alone causes by the last use of a rollout."""
         return (self.num_batches_ahead + 1) * self.updates_per_generation - 1
 
     @property
     def estimator(self) -> str:
-        """The name of the advantage estimator: as given, or that of ``scale_rewards``, or that of ``loss_type``."""
+        """The name of the advantage estimator: as set, else as implied by ``scale_rewards``, else by ``loss_type``."""
         if self.advantage is not None:
             return self.advantage
         if self.scale_rewards is None:
@@ -156,7 +156,7 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def objective(self) -> Objective:
-        """The settings of the loss: as given, or those of ``loss_type``."""
+        """The settings of the loss: as set, else the defaults of ``loss_type``."""
         method = METHODS[self.loss_type]
         low, high = method.clip
         low = low if self.epsilon is None else self.epsilon
@@ -180,17 +180,17 @@ class GRPOConfig(TrainingConfig):
         )
 
     def warn_unused(self, *, has_own_loss: bool, is_offline: bool) -> None:
-        """Warn of settings that were changed and that nothing reads with the others as they are."""
+        """Warn about settings that were changed but have no effect in combination with the others."""
         known = {name for method in METHODS.values() for name in method.reads}
         unread = set() if has_own_loss else known - set(METHODS[self.loss_type].reads)
-        unused = dict.fromkeys(unread, f"loss_type={self.loss_type!r} does not read it")
+        unused = dict.fromkeys(unread, f"loss_type={self.loss_type!r} does not use it")
         bounds = ("importance_sampling_clip_min", "importance_sampling_clip_max")
         for switch, is_on, names in (
             ("importance_sampling_mode", self._correction, bounds),
             ("sync_ref_model", self.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
             ("dynamic_sampling", self.dynamic_sampling, ("max_resamples",)),
         ):
-            unused |= {} if is_on else dict.fromkeys(names, f"it goes with {switch}")
+            unused |= {} if is_on else dict.fromkeys(names, f"it is used only with {switch}")
         if is_offline:
             unused |= dict.fromkeys(("dynamic_sampling", "max_prompt_length"), "saved rollouts are taken as they are")
         for name in sorted(unused):
@@ -199,19 +199,19 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def _correction(self) -> str | None:
-        """As given; else a truncation for rollouts sampled ahead, too many of which the clip alone would leave out."""
+        """As set; by default, truncation for rollouts sampled ahead, as the clip alone would drop too many tokens."""
         if self.importance_sampling_mode is None:
             return "token_truncate" if self.num_batches_ahead else None
         return None if self.importance_sampling_mode == "off" else self.importance_sampling_mode
 
     def sampling(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sampling arguments of rollouts, for an environment with arguments of its ``own``."""
+        """Sampling arguments of rollouts, for an environment whose ``own`` arguments are given."""
         return sampling.merged(self, own)
 
     def check(self, processes: int = 1) -> None:
         for name, argument in (("loss_type", "loss"), ("advantage", "advantage")):
             if callable(getattr(self, name)):
-                raise TypeError(f"{name} of a configuration is a name; pass a function to GRPOTrainer({argument}=...)")
+                raise TypeError(f"{name} must be a name here; pass a function to GRPOTrainer({argument}=...)")
         super().check(processes)
         self._require("group_size", is_count(self.group_size) and self.group_size >= 2, "at least 2")
         for name in ("num_iterations", "max_new_tokens", "ref_model_sync_steps", "eval_rollouts_per_example"):
@@ -221,12 +221,12 @@ class GRPOConfig(TrainingConfig):
         self._check_sizes(processes)
         self._check_staleness()
         check_workers(self.workers)
-        self._require("temperature", self.temperature > 0, "above 0: training samples")
+        self._require("temperature", self.temperature > 0, "above 0, because greedy rollouts cannot be trained on")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
         self._check_objective()
         if self.sync_ref_model and not self.kl_coef:
-            raise ValueError("sync_ref_model needs kl_coef above 0: without it there is no reference to follow")
+            raise ValueError("sync_ref_model needs kl_coef above 0: without it there is no reference model to update")
         self._require("ref_model_mixup_alpha", 0 < self.ref_model_mixup_alpha <= 1, "above 0 and at most 1")
         for name in ("max_prompt_length", "max_seq_length"):
             value = getattr(self, name)
@@ -238,18 +238,18 @@ class GRPOConfig(TrainingConfig):
         rollouts = self.rollouts_per_step
         if rollouts % self.group_size:
             what = f"batch_size × gradient_accumulation_steps = {rollouts}"
-            what += f" of each of {processes} processes" if processes > 1 else ""
+            what += f" in each of {processes} processes" if processes > 1 else ""
             groups = rollouts // self.group_size
             near = [str(n * self.group_size) for n in (groups, groups + 1) if n]
             raise ValueError(
                 f"{what} must be a multiple of group_size = {self.group_size}: a group is never split; "
-                f"take {' or '.join(near)} rollouts a step"
+                f"use {' or '.join(near)} rollouts per step"
             )
         steps, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
         if steps is not None and not (is_count(steps) and steps % accumulated == 0):
             raise ValueError(
                 f"steps_per_generation must be a multiple of gradient_accumulation_steps = {accumulated}, got "
-                f"{steps!r}: rollouts are sampled for so many batches of batch_size, and an update takes whole ones"
+                f"{steps!r}: it counts batches of batch_size, and each update uses gradient_accumulation_steps of them"
             )
 
     def _check_staleness(self) -> None:
@@ -258,12 +258,12 @@ class GRPOConfig(TrainingConfig):
         self._require("max_staleness", self.max_staleness >= 0, "0 or more")
         ahead, updates = self.num_batches_ahead, self.updates_per_generation
         if not ahead:
-            raise ValueError("max_staleness is for rollouts that are sampled ahead: set num_batches_ahead, too")
+            raise ValueError("max_staleness limits rollouts that are sampled ahead: set num_batches_ahead, too")
         if self.max_staleness < (least := self._least_staleness):
             raise ValueError(
-                f"max_staleness={self.max_staleness} updates cannot be kept with num_batches_ahead={ahead}"
-                + (f" and {updates} updates a generation" if updates > 1 else "")
-                + f": these are {least} behind; take at least {least}, or fewer batches ahead"
+                f"max_staleness={self.max_staleness} updates is too low for num_batches_ahead={ahead}"
+                + (f" and {updates} updates per generation" if updates > 1 else "")
+                + f": rollouts get {least} updates old; set at least {least}, or sample fewer batches ahead"
             )
 
     def _check_objective(self) -> None:
@@ -271,7 +271,7 @@ class GRPOConfig(TrainingConfig):
         if self.advantage is not None:
             self._require_one_of("advantage", ESTIMATORS)
             if self.scale_rewards is not None:
-                raise ValueError("advantage and scale_rewards are the same thing; pass one of them")
+                raise ValueError("advantage and scale_rewards both choose the estimator; pass one of them")
         scales = (None, True, False, *SCALES)
         self._require("scale_rewards", self.scale_rewards in scales, "one of none, std (or group), batch")
         if self.importance_sampling_level is not None:
@@ -306,7 +306,7 @@ class SFTConfig(TrainingConfig):
 
 
 def grpo_defaults(run_name: str | None = None, **settings: Any) -> GRPOConfig:
-    """A configuration to start from; say here what should be different, or assign it afterwards.
+    """A configuration to start from; pass the settings that should differ, or assign them afterwards.
 
     >>> grpo_defaults(run_name="first", max_steps=50).max_steps
     50

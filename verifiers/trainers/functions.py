@@ -1,4 +1,4 @@
-"""A user's own functions (estimators, losses, callbacks, overridden methods), called with the arguments they take."""
+"""Calls functions of users (estimators, losses, callbacks, overridden methods) with the arguments that they take."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from verifiers.rubrics.signature import name_of
 
 
 class CallByName:
-    """A function that is called with those of the known arguments that its parameters name; checked when it is made.
+    """Calls a function with the known arguments that its parameters name; the signature is checked at construction.
 
-    ``first`` is the argument for a first parameter of any other name.
+    ``first`` is the argument that is passed to a first parameter with any other name.
 
     >>> CallByName(lambda r, states: (r, states), ["rewards", "states", "groups"], what="advantage", first="rewards")(
     ...     rewards=1, states=2, groups=3
@@ -24,13 +24,13 @@ class CallByName:
         self, function: Callable[..., Any], known: Collection[str], *, what: str, first: str | None = None
     ) -> None:
         if not callable(function):
-            raise TypeError(f"{what} is a function or a name, not a {type(function).__name__}")
+            raise TypeError(f"{what} must be a function or a name, not a {type(function).__name__}")
         self.function, self._first = function, None
         name, can_have = name_of(function), ", ".join(known)
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
-            raise TypeError(f"{what} {name!r} does not say which arguments it takes; wrap it in a def") from None
+            raise TypeError(f"the signature of {what} {name!r} cannot be read; wrap it in a def") from None
         self.wanted: set[str] = set()
         for i, one in enumerate(parameters):
             if one.kind is one.VAR_KEYWORD:
@@ -40,11 +40,11 @@ class CallByName:
             elif i == 0 and first is not None and _is_positional(one):
                 self._first = first
             elif one.default is one.empty and one.kind is not one.VAR_POSITIONAL:
-                raise TypeError(f"{what} {name!r} asks for {one.name!r}; it can have {can_have}")
+                raise TypeError(f"{what} {name!r} has an unknown parameter {one.name!r}; it can have {can_have}")
         if self._first is not None:
             self.wanted.discard(self._first)
         if not self.wanted and self._first is None:
-            raise TypeError(f"{what} {name!r} asks for nothing; it can have {can_have}")
+            raise TypeError(f"{what} {name!r} has no parameters; it can have {can_have}")
 
     def __call__(self, **given: Any) -> Any:
         named = {name: given[name] for name in given if name in self.wanted}
@@ -56,7 +56,7 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 
 def own_function(config: Any, argument: str, field: str, given: Any) -> Callable[..., Any] | None:
-    """The function that was passed to a trainer, if any; a name is written to the configuration instead."""
+    """The function that was passed to a trainer, if any; a name is stored in the configuration instead."""
     if given is None or not isinstance(given, str):
         return cast("Callable[..., Any] | None", given)
     said = getattr(config, field)
@@ -67,7 +67,7 @@ def own_function(config: Any, argument: str, field: str, given: Any) -> Callable
 
 
 def is_overridden(given: Any, base: type, name: str) -> bool:
-    """Whether a method of ``base`` was replaced, by a subclass or by assignment."""
+    """Whether a method of ``base`` was overridden in a subclass or replaced by assignment."""
     return getattr(type(given), name) is not getattr(base, name) or name in vars(given)
 
 

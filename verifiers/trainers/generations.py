@@ -1,4 +1,4 @@
-"""The batches of a training: sampled when the trainer needs them, or ahead of it (asynchronously), group by group."""
+"""The batches of a training, sampled when the trainer needs them or ahead of it: asynchronously, group by group."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ logger = logging.getLogger("verifiers.trainers")
 
 
 class Generations(ExitStack):
-    """Samples the batches of a trainer; with ``num_batches_ahead``, while it updates the policy.
+    """Samples the batches of a trainer; with ``num_batches_ahead``, while the trainer updates the policy.
 
-    Sampled ahead, a batch is made of the groups that finish first, none of them older than ``max_staleness``; batches
-    that the trainer can only make whole are made one after the other. With several processes batches are sampled in
-    another thread than the trainer's: Ctrl-C interrupts none of them, and all processes stop after the same step.
+    When sampling ahead, a batch consists of the groups that finish first, within ``max_staleness``. Batches that the
+    trainer can only generate whole are generated one after the other. With several processes, batches are sampled in a
+    thread of their own, which Ctrl-C does not interrupt, so that all processes stop after the same step.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
@@ -53,7 +53,7 @@ class Generations(ExitStack):
         try:
             parts = pipeline.take(step // self._stride, -(-self._trainer.total_steps // self._stride))
         except KeyboardInterrupt:
-            raise RunInterruptedError("stopped among rollouts that were sampled ahead") from None
+            raise RunInterruptedError("interrupted while waiting for rollouts that are sampled ahead") from None
         return parts[0] if self._whole else _joined(parts)
 
     def _one_thread(self) -> ThreadPoolExecutor:
@@ -74,13 +74,13 @@ class Generations(ExitStack):
         self._trainer._start_sampling("ahead", 0, is_disjoint=False)
 
         def begin(_: int) -> Future[Batch]:
-            # The row is taken on the trainer's thread: in order, and a checkpoint counts it as not trained on.
+            # The row is taken on the trainer's thread, so that the order is fixed. A checkpoint counts it as untrained.
             return asyncio.run_coroutine_threadsafe(self._group(*self._trainer.rows.take_one()), loop)
 
         return Pipeline(begin, size=self._trainer.rows_per_generation, **limits)
 
     async def _group(self, position: int, row: Any) -> Batch:
-        """Rollouts of one row; with ``dynamic_sampling``, of further rows while the rewards have no variance."""
+        """Rollouts of one row; with ``dynamic_sampling``, of the next row as long as the rewards have no variance."""
         began, trainer = time.perf_counter(), self._trainer
         batch = await self._rollouts(row)
         positions = [position]
@@ -104,20 +104,20 @@ class Generations(ExitStack):
 
 
 def saved_parts(trainer: GRPOTrainer, parts: Iterable[Batch]) -> list[Any] | None:
-    """The batches of updates to come, by process, for a checkpoint; None for one whose batches cannot be saved."""
+    """The untrained batches of each process, for a checkpoint; None for a process whose batches cannot be saved."""
     saved = [part.saved() for part in parts]
     return all_gather(trainer.accelerator, None if None in saved else saved) if saved else None
 
 
 def restored_parts(trainer: GRPOTrainer, saved: Sequence[Any]) -> list[Batch]:
-    """The batches of updates to come that this process saved; none, and a warning, where they are not known."""
+    """The untrained batches that this process saved; none, with a warning, if the checkpoint does not hold them."""
     processes = trainer.accelerator
     if not saved or trainer.report is None:
         return []
     if len(saved) != processes.num_processes or None in saved:
         logger.warning(
-            "the checkpoint was written within a generation (steps_per_generation), and does not hold the rest of it "
-            "for %d processes: its rows are sampled anew, with other losses than without the stop",
+            "the checkpoint was written in the middle of a generation (steps_per_generation) and does not hold the "
+            "rest of it for %d processes: its rows are sampled again, so that losses differ from an uninterrupted run",
             processes.num_processes,
         )
         return []
@@ -126,7 +126,7 @@ def restored_parts(trainer: GRPOTrainer, saved: Sequence[Any]) -> list[Batch]:
 
 
 def _joined(parts: list[Batch]) -> Batch:
-    """Groups as one batch, numbered in the order in which they were started."""
+    """Groups as one batch, numbered in the order in which they started."""
     for number, part in enumerate(parts):
         part["groups"] = [number] * len(part["groups"])
         part.row_positions = {number: part.rows_taken}

@@ -1,4 +1,4 @@
-"""GRPO: an environment and a model become a better model, by groups of scored rollouts, one update after the other."""
+"""The GRPO training loop: sample groups of rollouts from an environment, score them, update the model, repeat."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Function = Callable[..., Any]
 
 
 class GRPOTrainer(Trainer):
-    """Trains a model on an environment, in this process: rollouts of the same prompt are compared with one another.
+    """Trains a model on an environment, in this process, by comparing rollouts of the same prompt with each other.
 
-    ``model`` is a name, a folder or a module; with ``client`` rollouts are sampled from a model served elsewhere.
-    ``row_sampler`` chooses the rows to sample from: (all rows, epochs so far) → rows; ``weight_schedule`` the weights
-    of the reward functions: epochs so far → weights. ``advantage`` and ``loss`` are names as in the configuration, or
-    functions (see `trainers.advantages` and `trainers.losses`). The public methods may be overridden.
+    ``model`` is a name, a folder or a module. With ``client``, rollouts are sampled from a model served elsewhere.
+    ``row_sampler(all rows, epochs so far)`` returns the rows to sample from, and ``weight_schedule(epochs so far)`` the
+    weights of the reward functions. ``advantage`` and ``loss`` are names as in the configuration, or functions (see
+    `trainers.advantages` and `trainers.losses`). The public methods may be overridden.
     """
 
     config: GRPOConfig
@@ -110,22 +110,22 @@ class GRPOTrainer(Trainer):
         self.eval_rows = setup.eval_rows(env, eval_dataset)
         self.evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
-        self._parts: deque[Batch] = deque()  # of the last generation: batches of updates to come
-        # Tokenizes saved rollouts whose token ids were not saved; rollouts of this policy are never tokenized again.
+        self._parts: deque[Batch] = deque()  # the batches of the last generation that are not trained on yet
+        # Tokenizes saved rollouts whose token ids were not saved. Rollouts of this policy are never retokenized.
         self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
 
     def _check_config(self) -> None:
         super()._check_config()
         check_installed(self.config.workers)
         if self._own_advantage is not None and (self.config.advantage or self.config.scale_rewards is not None):
-            raise TypeError("advantage= is a function, and the configuration names another estimator; pass one of them")
+            raise TypeError("advantage= is a function, but the configuration also names an estimator; pass only one")
         self._estimator = Estimator(self._own_advantage or self.config.estimator)
         Loss(self.config.objective, self._own_loss)  # both check the signature of a user's function
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self, resume: bool | str | Path = False) -> Report:
-        """Train for ``max_steps`` steps, or ``num_epochs`` times through the rows; the report says how it went."""
+        """Train for ``max_steps`` steps, or for ``num_epochs`` passes through the rows; returns the report."""
         with self._training(resume) as report, Generations(self) as generations:
             while self.step < self.total_steps and not self.should_stop:
                 self.epoch, step_in_epoch = divmod(self.step, self.num_steps_per_epoch)
@@ -162,7 +162,7 @@ class GRPOTrainer(Trainer):
     def sample_batch(self, rows: Sequence[Any]) -> Batch:
         """Roll out and score ``rows_per_generation`` of these rows, ``group_size`` times each.
 
-        With ``dynamic_sampling``, groups without variance in their rewards are replaced by groups of other rows.
+        With ``dynamic_sampling``, a group whose rewards have no variance is replaced by a group of another row.
         """
         if self.offline is not None:
             return self.offline.batch(rows)
@@ -173,7 +173,7 @@ class GRPOTrainer(Trainer):
             if not flat:
                 break
             good = batch.keep([i for i, group in enumerate(batch["groups"]) if group not in flat])
-            n = len(flat)  # rows that somebody picked are replaced by others of them, those of the stream by the next
+            n = len(flat)  # rows of the stream are replaced by its next rows, picked rows by others of the same pool
             spare = self.rows.take(n) if is_of_stream else self.rows.choose(pool, n, again=True)
             batch = good + self._rollouts(spare, first_group=max(batch["groups"]) + 1)
         batch.cursor = self.rows.cursor
@@ -184,19 +184,19 @@ class GRPOTrainer(Trainer):
     ) -> list[float]:
         """Score completions (their state is attached) with the environment's rubric; NaN where scoring failed.
 
-        Called for every batch if it is overridden, with or without ``epoch``: it gives a reward for each completion,
-        None or NaN for one that could not be scored.
+        An override, with or without the parameter ``epoch``, is called for every batch. It returns one reward for each
+        completion: None or NaN if the completion could not be scored.
         """
         states = [completion.state for completion in completions if completion.state is not None]
         if len(states) < len(completions):
-            raise TypeError("compute_rewards scores completions of this trainer's rollouts: they carry their state")
+            raise TypeError("compute_rewards needs the rollout state of each completion: pass a batch's completions")
         calls.run(lambda: score_states(self.env, states))
         return [math.nan if state.get("error") is not None else float(state["reward"]) for state in states]
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """One update from a batch; returns its figures (loss, kl, clip_fraction, grad_norm, …)."""
         rate = learning_rate(self.config, self.step, self.total_steps)
-        with long_lived:  # thousands of new objects, none of them garbage
+        with long_lived:  # no garbage collection: this allocates thousands of objects, none of them garbage
             batch = self._with_advantages(as_batch(batch))
             trained = self.sequences(batch)
         refused = refusals(batch, trained, self.accelerator)
@@ -244,7 +244,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def rows_per_generation(self) -> int:
-        """Rows that this process rolls out before the next updates: those of ``steps_per_generation``."""
+        """Rows that this process rolls out for one generation (see ``steps_per_generation``)."""
         return self.rows_per_step * self.config.updates_per_generation
 
     @property
@@ -265,7 +265,7 @@ class GRPOTrainer(Trainer):
         return is_overriding or bool(self.row_sampler or self.weight_schedule or self.offline)
 
     def _next_batch(self, generations: Generations, report: Report) -> Batch:
-        """The batch of this step: a generation, or the next part of one that is split among several updates."""
+        """The batch of this step: a whole generation, or the next part of one that several updates share."""
         if not self._parts:
             count = self.rows_per_generation * self.config.group_size
             report.display.enter(f"sampling and scoring {count} rollouts")
@@ -289,7 +289,7 @@ class GRPOTrainer(Trainer):
         return batch
 
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
-        """Groups of rollouts of these rows, scored by the rubric as they finish, or by an own `compute_rewards`."""
+        """Groups of rollouts of these rows, scored by the rubric as they finish or by a custom `compute_rewards`."""
         size = self.config.group_size
         self._start_sampling(self.rows.taken, len(rows) * size, is_disjoint=self.rows.is_disjoint)
         self.rows.is_disjoint = False
@@ -300,7 +300,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that rollouts are sampled from: the updates they have had, at least."""
+        """The version of the weights that rollouts are sampled from: their number of updates, or a lower bound."""
         return self.step if self._remote is None else self._remote.version
 
     def _batch_of(self, results: Results, groups: Sequence[int], version: int) -> Batch:
@@ -331,8 +331,8 @@ class GRPOTrainer(Trainer):
         return batch.rewarded(call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], epoch))
 
     def _start_sampling(self, what: int | str, count: int, *, is_disjoint: bool) -> None:
-        """Seed the sampler for ``count`` rollouts that start together. Where no two processes have the same row
-        (``is_disjoint``) the seed is the same in all: a single process, with all the rows, samples the same."""
+        """Seed the sampler for ``count`` rollouts that start together. If no two processes have the same row
+        (``is_disjoint``), all use the same seed, so that a single process with all the rows samples the same."""
         process = 0 if is_disjoint else self.accelerator.process_index
         seed = sampler.seed_of(self.config.seed, process, self.step, what)
         if isinstance(self.client, sampler.Sampler):
@@ -352,19 +352,19 @@ class GRPOTrainer(Trainer):
 
     @property
     def update(self) -> PolicyUpdate:
-        """The update of the policy; made at the first step."""
+        """The policy update; created at the first step."""
         if self._update is None:
             self._update = PolicyUpdate(self)
         return self._update
 
     def _name_weights(self, version: int) -> None:
-        """Tokens that are sampled from now on are of this version of the weights."""
+        """Label the tokens that are sampled from now on with this weight version."""
         if self.offline is None and isinstance(self.client, sampler.Sampler):
             self.client.engine.name_weights(version)
 
     @property
     def reference(self) -> Reference | None:
-        """The reference model of the KL term, where it is a copy (with LoRA it is the model without its adapters)."""
+        """The reference model of the KL term if it is a copy; None with LoRA, which uses the model without adapters."""
         reference = self.update.reference if self.config.kl_coef > 0 else None
         return None if reference is None or reference.is_adapter else reference
 
@@ -384,7 +384,7 @@ class GRPOTrainer(Trainer):
         with ExitStack() as stack:
             if self._remote is not None:
                 stack.callback(self._remote.close)
-                if not resume:  # before the run directory is made: none is left if the sampler refuses these weights
+                if not resume:  # before the run directory is created: the sampler may refuse these weights
                     self._remote.begin(self.accelerator, self.step)
             if self.config.workers is not None:
                 self._workers = stack.enter_context(as_workers(self.config.workers))
@@ -393,7 +393,7 @@ class GRPOTrainer(Trainer):
             report = stack.enter_context(super()._training(resume))
             try:
                 yield report
-            except RunInterruptedError:  # Ctrl-C while sampling: the weights are those after the last update
+            except RunInterruptedError:  # Ctrl-C while sampling: no update is under way, so the weights are consistent
                 if not self.weights.is_sharded:  # sharded weights are saved by all processes together
                     report.checkpoint(self)
                 raise

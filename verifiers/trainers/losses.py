@@ -1,9 +1,9 @@
-"""Logprobs of sampled tokens become a loss: the objectives of group-relative methods, each defined once, in `METHODS`.
+"""Logprobs of sampled tokens become a loss: the objectives of group-relative methods, which `METHODS` defines.
 
-A loss is a function of tensors over the trained tokens of a micro-batch, concatenated (axis T; the environment's tokens
-are not among them). Its parameters name those it needs (`INPUTS`); it returns the loss of each token, or a pair of that
-and which tokens were clipped. `GRPOTrainer(loss=...)` takes one of your own. Torch is not imported here, because a
-configuration imports this module.
+A loss is a function of tensors over the concatenated trained tokens of a micro-batch (axis T, without the environment's
+tokens). Its parameters name the tensors that it needs (`INPUTS`). It returns the loss of each token, or a pair: these
+losses, and which tokens were clipped. `GRPOTrainer(loss=...)` takes a function of your own. Torch is not imported here,
+because the configuration imports this module.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INPUTS = {
-    "logprobs": "of the current policy; gradients flow through these and the entropies alone",
+    "logprobs": "of the current policy; gradients flow only through these and the entropies",
     "old_logprobs": "of the policy that sampled",
     "advantages": "how much better than expected",
-    "sequences": "which sequence each token is of: 0, 0, 0, 1, 1, …",
+    "sequences": "the sequence number of each token: 0, 0, 0, 1, 1, …",
     "ref_logprobs": "of the reference model; None without kl_coef",
-    "entropies": "of what each token was drawn from, in nats",
+    "entropies": "of the distribution that each token was sampled from, in nats",
     "objective": "the settings: epsilon, epsilon_high, delta, importance_cap, …",
 }
 
 Level = Literal["token", "sequence"]
 MeanOver = Literal["rollouts", "tokens", "max_new_tokens"]
-MAX_LOG_RATIO = 20.0  # clamps a logprob of -inf or -9999 from a sampler, whose ratio would dominate the step
+MAX_LOG_RATIO = 20.0  # some samplers return a logprob of -inf or -9999, whose ratio would dominate the step
 CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -39,7 +39,7 @@ class Objective:
     """The loss with its settings: clip range, importance caps, KL coefficient, correction for the sampler."""
 
     kind: str = "dr_grpo"
-    level: Level | None = None  # of the ratio; None: that of the method
+    level: Level | None = None  # of the ratio; None: the method's default
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
@@ -57,13 +57,13 @@ class Objective:
 
     @property
     def has_sequence_ratios(self) -> bool:
-        """Whether the loss or the correction for the sampler has a ratio of whole sequences."""
+        """Whether the loss or the correction for the sampler uses a sequence-level ratio."""
         return self.ratio_level == "sequence" or str(self.correction).startswith("sequence")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLosses:
-    """Of each token: its loss, the ratio of new to old policy, whether it was clipped, its KL to the reference."""
+    """For each token: its loss, the ratio of new to old policy, whether it was clipped, its KL to the reference."""
 
     loss_T: Tensor
     ratio_T: Tensor
@@ -77,7 +77,7 @@ class TokenLosses:
 def clipped(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """PPO's −min(r A, clip(r) A); ``delta`` is an upper bound of r, ``importance_cap`` of a token's weight."""
+    """PPO's −min(r A, clip(r) A); ``delta`` bounds r from above, ``importance_cap`` the weight of a token."""
     ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
     low, high = 1.0 - objective.epsilon, 1.0 + objective.epsilon_high
     bounded_T = ratio_T if objective.delta is None else ratio_T.clamp(max=objective.delta)
@@ -93,7 +93,7 @@ def clipped(
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """−min(r, 1 + ε_high) A log p, the ratio detached: every token has a gradient, also where it is clipped."""
+    """−min(r, 1 + ε_high) A log p, with r detached: every token has a gradient, even if it is clipped."""
     ratio_T = ratios(logprobs, old_logprobs, sequences, objective)
     most = 1.0 + objective.epsilon_high
     if objective.importance_cap is not None:
@@ -117,10 +117,10 @@ def sapo(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """What a name of ``loss_type`` stands for.
+    """The definition of a ``loss_type``.
 
-    ``clip`` is epsilon below and above 1 (None: the same above). ``bounds_itself``: ``importance_cap`` applies only if
-    it was set. ``reads`` are the settings of its own.
+    ``clip`` is epsilon below and above 1 (None: the same above). With ``bounds_itself``, ``importance_cap`` applies
+    only if it was set explicitly. ``reads`` names the settings that only some methods use.
     """
 
     loss: Callable[..., Any] = clipped
@@ -149,7 +149,7 @@ METHODS: dict[str, Method] = {
 
 
 class Loss:
-    """A loss function with its settings: token tensors → the loss of each token, checked."""
+    """A loss function with its settings; calling it returns the checked loss of each token."""
 
     def __init__(self, objective: Objective, function: Callable[..., Any] | None = None) -> None:
         self.objective = objective
@@ -173,7 +173,7 @@ class Loss:
         entropy_T: Tensor | None = None,
         factor_T: Tensor | None = None,
     ) -> TokenLosses:
-        """The loss of each token, not averaged yet; ``factor_T`` (no gradient) multiplies all but the KL term."""
+        """The loss of each token, before averaging; ``factor_T`` (without a gradient) scales all but the KL term."""
         tensors = {
             "logprobs": new_T,
             "old_logprobs": old_T,
@@ -186,7 +186,7 @@ class Loss:
         found = self._call(**tensors, objective=self.objective)
         for name, version in versions.items():
             if tensors[name]._version != version:
-                raise ValueError(f"loss {self.name!r} changed {name} in place: make new tensors from what it is given")
+                raise ValueError(f"loss {self.name!r} changed {name} in place: create new tensors instead")
         loss_T, is_clipped_T = self._checked(found, new_T)
         if factor_T is not None:
             loss_T = loss_T * factor_T
@@ -210,14 +210,14 @@ class Loss:
             if not is_tensor or one.shape != new_T.shape:
                 said = f"a tensor of shape {tuple(one.shape)}" if is_tensor else f"a {type(one).__name__}"
                 raise ValueError(
-                    f"loss {self.name!r} gave {said} for {len(new_T)} tokens: it gives the loss of each token, shape "
-                    f"({len(new_T)},), and they are averaged as loss_type={self.objective.kind!r} says"
+                    f"loss {self.name!r} returned {said} for {len(new_T)} tokens: it must return the loss of each, in "
+                    f"shape ({len(new_T)},); loss_type={self.objective.kind!r} determines how these are averaged"
                 )
         if not bool(loss_T.isfinite().all()):
             place = int((~loss_T.isfinite()).nonzero()[0])
             value, logprob = float(loss_T[place].detach()), float(new_T[place].detach())
             raise ValueError(
-                f"loss {self.name!r} gave {value} for a token with logprob {logprob:.4g}: a loss is a finite number"
+                f"loss {self.name!r} returned {value} for a token with logprob {logprob:.4g}: a loss must be finite"
             )
         if new_T.requires_grad and not loss_T.requires_grad:
             raise ValueError(f"loss {self.name!r} has no gradient: compute it from logprobs, without detach or .item()")
@@ -225,13 +225,13 @@ class Loss:
 
 
 def ratios(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, objective: Objective) -> Tensor:
-    """New over old policy, for each token; at level "sequence" the geometric mean over the token's sequence."""
+    """The ratio of new to old policy for each token; at level "sequence", the geometric mean over its sequence."""
     log_ratio_T = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (sequence_mean(log_ratio_T, sequences) if objective.ratio_level == "sequence" else log_ratio_T).exp()
 
 
 def truncation(ratio_T: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: the factor that brings a ratio above ``cap`` down to it; without a gradient.
+    """Truncated importance sampling: the factor that reduces a ratio above ``cap`` to ``cap``; without a gradient.
 
     >>> import torch
     >>> truncation(torch.tensor([0.5, 2.0, 8.0]), 2.0)
@@ -241,10 +241,10 @@ def truncation(ratio_T: Tensor, cap: float) -> Tensor:
 
 
 def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Importance weights of tokens for the trainer/sampler mismatch, and which of them were out of bounds.
+    """Importance weights of tokens for the trainer/sampler mismatch, and which tokens were out of bounds.
 
-    ``log_ratio_T`` is trainer over sampler, NaN (a ratio of 1) where the sampler gave no logprob. Ratios (of a token,
-    or the product over its sequence) out of bounds are truncated to them, or masked to 0.
+    ``log_ratio_T`` is trainer over sampler; it is NaN, which counts as a ratio of 1, where the sampler returned no
+    logprob. A ratio (of a token, or the product over its sequence) out of bounds is truncated to them or masked to 0.
 
     >>> import torch
     >>> log_ratio_T, sequence_T = torch.tensor([0.5, 4.0, 2.0]).log(), torch.tensor([0, 0, 1])
@@ -267,7 +267,7 @@ def sampler_correction(objective: Objective, log_ratio_T: Tensor, sequence_T: Te
 
 
 def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:
-    """Schulman's k3 estimate of the KL divergence from the reference, of each token; never negative.
+    """Schulman's k3 estimate of the KL divergence from the reference for each token; never negative.
 
     >>> import torch
     >>> k3(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -278,7 +278,7 @@ def k3(new_T: Tensor, reference_T: Tensor) -> Tensor:
 
 
 def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """For each token the mean over its sequence."""
+    """For each token, the mean over its sequence."""
     sums_S = _sequence_sums(values_T, sequence_T)
     counts_S = _sequence_sums(values_T.detach().new_ones(len(values_T)), sequence_T)
     return (sums_S / counts_S)[sequence_T]
@@ -292,8 +292,8 @@ def _sequence_sums(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 def token_weights(kind: str, lengths_R: Tensor, max_new_tokens: int, totals: tuple[int, int] | None = None) -> Tensor:
     """The weight of a token of each rollout, so that the weighted sum over a batch is the method's mean.
 
-    The mean is over "rollouts" (of their token means), over "tokens", or over "max_new_tokens" for each rollout,
-    however long it is. ``totals`` are the rollouts and tokens of all processes, where there are several.
+    The mean is over "rollouts" (of their token means), over "tokens", or over "max_new_tokens" tokens per rollout
+    regardless of its length. ``totals`` are the numbers of rollouts and tokens in all processes, if there are several.
 
     >>> import torch
     >>> token_weights("grpo", torch.tensor([1, 4]), 8)

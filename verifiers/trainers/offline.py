@@ -21,14 +21,14 @@ _OF_A_STATE = (
 
 
 class Offline:
-    """Saved rollouts; ``groups`` of the same prompt, by their indices, are the rows of the training."""
+    """Saved rollouts. The rows of the training are ``groups``: lists of indices of rollouts with the same prompt."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if odd := [i for i, row in enumerate(rows) if "prompt" not in row]:
-            raise ValueError(f"a saved data set has prompts, completions and rewards; row {odd[0]} has no prompt")
+            raise ValueError(f"saved rollouts need a prompt, a completion and a reward; row {odd[0]} has no prompt")
         self._rows = [row for row in rows if row.get("reward") is not None and row.get("error") is None]
         if not self._rows:
-            raise ValueError("this data set has no rewards: there is nothing to learn from")
+            raise ValueError("this data set has no rewards, so that there is nothing to learn from")
         for i, row in enumerate(self._rows):
             _check_row(i, row)
         self._kept = [name for name in _OF_A_STATE if any(name in row for row in self._rows)]
@@ -36,8 +36,8 @@ class Offline:
         self.groups = [group for group in members(range(len(prompts)), prompts) if len(group) > 1]
         if not self.groups:
             raise ValueError(
-                "no prompt in this data set has two completions: a group-relative method compares completions of the "
-                "same prompt; generate with rollouts_per_example=4 or so"
+                "no prompt in this data set has two completions, but a group-relative method compares completions of "
+                "the same prompt; generate with rollouts_per_example=4 or so"
             )
 
     def batch(self, groups: Sequence[Sequence[int]]) -> Batch:
@@ -54,7 +54,7 @@ class Offline:
         return Batch(columns)
 
     def _reply(self, i: int) -> Reply:
-        """The completion with as much of its state as was saved; without one if only text was."""
+        """The completion with the parts of its state that were saved; without a state if only its text was."""
         row, state = self._rows[i], None
         if isinstance(row, State):
             state = row
@@ -69,9 +69,9 @@ def _check_row(i: int, row: Mapping[str, Any]) -> None:
     try:
         float(row["reward"])
     except (TypeError, ValueError):
-        raise ValueError(f"the reward of saved rollout {i} is {row['reward']!r:.80}, which is no number") from None
+        raise ValueError(f"the reward of saved rollout {i} is {row['reward']!r:.80}, which is not a number") from None
     if not isinstance(row["completion"], Iterable):
-        raise ValueError(f"the completion of saved rollout {i} is a text or messages, not {row['completion']!r:.80}")
+        raise ValueError(f"the completion of saved rollout {i} must be text or messages, not {row['completion']!r:.80}")
 
 
 def read_offline(given: Any) -> Offline | None:
@@ -87,7 +87,7 @@ def read_rows(given: Any) -> Sequence[Mapping[str, Any]] | None:
     if isinstance(given, (str, Path)):
         path, given = Path(given), read_file(Path(given))
         if not isinstance(given, Mapping) and not _are_rows(given):
-            raise ValueError(f"{path.name} holds no rows: give a list of objects, or an object of columns")
+            raise ValueError(f"{path.name} holds no rows: it must be a list of objects, or an object of columns")
     if isinstance(given, Results):
         return given.rollouts
     if isinstance(given, Mapping):
@@ -105,10 +105,10 @@ def _rows_of_columns(given: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
     named = {_NAMES.get(str(name), str(name)): values for name, values in given.items()}
     columns = {name: list(values) for name, values in named.items() if _is_column(values)}
     if odd := [name for name in named.keys() - columns.keys() if name in _ALIGNED]:
-        raise ValueError(f"a data set has a list of each column; its {odd[0]!r} is {named[odd[0]]!r:.80}")
+        raise ValueError(f"each column of a data set must be a list; {odd[0]!r} is {named[odd[0]]!r:.80}")
     lengths = {name: len(columns[name]) for name in columns if name in _ALIGNED}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns of different lengths: {lengths}")
+        raise ValueError(f"the columns of this data set have different lengths: {lengths}")
     n = max(lengths.values(), default=0)
     whole = {name: values for name, values in columns.items() if len(values) == n}
     return [_without_nulls({name: values[i] for name, values in whole.items()}) for i in range(n)]
@@ -119,7 +119,7 @@ def _is_column(values: Any) -> bool:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row without the nulls of a table, which gives all objects the same keys: arguments of other tools, say."""
+    """A row without the nulls of a table, where all objects have the same keys (for instance all tools' arguments)."""
     named = {_NAMES.get(name, name): value for name, value in row.items()}
     return named | {
         name: _filled(named[name]) for name in ("prompt", "completion", "messages", "tools") if name in named
@@ -146,18 +146,18 @@ def read_file(path: Path) -> Any:
             return json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path.name} is not JSON: {error}") from None
-    raise ValueError(f"{path.name} is no data set that can be read; give jsonl, parquet, json, or a torch.save file")
+    raise ValueError(f"{path.name} is not a supported data set; use a jsonl, parquet, json or torch.save file")
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
-    """The columns of a table; JSON text is decoded where the metadata of a column says it is."""
+    """The columns of a table; a column whose metadata has the encoding "json" is decoded."""
     import pyarrow.parquet as parquet
     from pyarrow import ArrowInvalid
 
     try:
         table = parquet.read_table(path)
     except ArrowInvalid as error:
-        raise ValueError(f"{path.name} is no table that can be read: {error}") from None
+        raise ValueError(f"{path.name} is not a readable parquet file: {error}") from None
     columns: dict[str, list[Any]] = table.to_pydict()
     for field in table.schema:
         if (field.metadata or {}).get(b"encoding") == b"json":
@@ -174,6 +174,6 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path.name} holds more than plain data, and reading it could run code; save lists, dicts, texts and "
-            f"numbers only ({str(error).splitlines()[0]})"
+            f"{path.name} holds more than plain data, so that reading it could run code; save only lists, dicts, "
+            f"strings and numbers ({str(error).splitlines()[0]})"
         ) from None

@@ -1,4 +1,4 @@
-"""Asynchronous batches: parts are made while earlier batches are trained on, and taken before they are too old."""
+"""Asynchronous batches: parts are made while earlier batches are trained on, and used before they are too old."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ENDING_S = 10.0  # how long cancelled rollouts may take to end, before their thr
 
 
 class Pipeline(Generic[T]):
-    """``begin(number)`` starts a part; a batch is made of ``size`` parts, whichever finish first.
+    """``begin(number)`` starts a part. A batch consists of the ``size`` parts that finish first.
 
-    When a batch is taken, as many parts are started as ``ahead`` further batches need. A part that is started when
-    batch n is taken is in batch n + ``max_delay`` at the latest: that batch waits for it.
+    Taking a batch starts the parts that ``ahead`` further batches need. A part that is started when batch n is taken
+    is in batch n + ``max_delay`` at the latest: that batch waits for it.
     """
 
     def __init__(self, begin: Callable[[int], Future[T]], *, size: int, ahead: int, max_delay: int) -> None:
         if max_delay < ahead:
-            raise ValueError(f"parts of {ahead} batches ahead cannot all be in one of the next {max_delay}")
+            raise ValueError(f"parts of {ahead} batches ahead cannot all be used within the next {max_delay} batches")
         self._begin, self._size, self._ahead, self._max_delay = begin, size, ahead, max_delay
-        self._parts: list[tuple[int, Future[T]]] = []  # with the last batch that each may be in
+        self._parts: list[tuple[int, Future[T]]] = []  # (deadline: the last batch that the part may be in, part)
         self._num_begun = 0
 
     def take(self, batch: int, end: int) -> list[T]:
-        """The parts of this batch, in the order in which they were started; ``end`` batches are taken in all."""
+        """The parts of this batch, in the order in which they were started; ``end`` is the total number of batches."""
         wanted = min(self._ahead + 1, end - batch) * self._size
         while len(self._parts) < wanted:
             self._parts.append((batch + self._max_delay, self._begin(self._num_begun)))
@@ -51,10 +51,9 @@ class Pipeline(Generic[T]):
 
 
 def choose(deadline_N: Sequence[int], is_done_N: Sequence[bool], batch: int, size: int) -> list[int] | None:
-    """Which finished parts make this batch such that all others can meet their deadlines; None: more have to finish.
+    """The finished parts to put in this batch so that all others can meet their deadlines; None: more must finish.
 
-    Of the parts with a deadline up to batch d, those that do not fit into the batches after this one up to d must be
-    in this one.
+    For each deadline d, the parts due by batch d that do not fit into the later batches up to d must be in this batch.
 
     >>> choose([1, 1, 2], [False, True, True], batch=0, size=1)
     [1]
@@ -76,7 +75,7 @@ def choose(deadline_N: Sequence[int], is_done_N: Sequence[bool], batch: int, siz
 
 @contextmanager
 def loop_thread(name: str) -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own for the length of the block; tasks that still run then are cancelled."""
+    """An event loop that runs in its own thread during the block; at its end, tasks that still run are cancelled."""
     loop = asyncio.new_event_loop()
     leave_threads_behind(loop)
     thread = threading.Thread(target=loop.run_forever, name=name, daemon=True)

@@ -20,7 +20,7 @@ TAKEN_FROM_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class Reference:
     """A frozen copy of the policy before training; with LoRA, the model with its adapters disabled, where that is it.
 
-    ``version`` counts changes of the copy (``sync_ref_model``): one that was saved is not written again.
+    ``version`` counts changes of the copy (``sync_ref_model``), so that an unchanged copy is not saved again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,14 +39,14 @@ class Reference:
             return self.scorer.logprobs(batch, temperature)
 
     def follow(self, share: float) -> None:
-        """Move the copy this share of the way towards the policy."""
+        """Interpolate the weights of the copy towards the policy by this share."""
         self.version += 1
         with torch.no_grad():
             for mine, its in zip(self.model.parameters(), self._policy.parameters(), strict=True):
                 mine.lerp_(its.to(mine.dtype), share)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of the copy, to be saved."""
+        """The weights of the copy, for saving."""
         return {name: one.detach() for name, one in self.model.named_parameters()}
 
     def restore(self, weights: dict[str, Tensor]) -> None:

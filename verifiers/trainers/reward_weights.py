@@ -16,16 +16,16 @@ Put = Callable[[list[float]], None]
 
 
 def reward_weights(env: Any) -> dict[str, float]:
-    """What each reward function counts in the reward, by name; where environments of a group differ, at most."""
+    """The weight of each reward function by name; if environments of a group differ, the largest by magnitude."""
     return {name: max(weights, key=abs) for name, weights in _weights(env).items()}
 
 
 def check_weights(env: Any, estimator: Estimator) -> None:
-    """Refuse reward functions of one name that have several weights, for an estimator that weighs them by name."""
+    """Refuse a reward function name with several weights, if the estimator weights reward functions by name."""
     for name, weights in _weights(env).items():
         if estimator.needs_weights and len(weights) > 1:
             raise ValueError(
-                f"advantage {estimator.name!r} weighs reward functions by name, and {name!r} has the weights "
+                f"advantage {estimator.name!r} weights reward functions by name, but {name!r} has the weights "
                 f"{', '.join(f'{one:g}' for one in sorted(weights))} in environments of this group: rename one of them"
             )
 
@@ -42,7 +42,7 @@ def _weights(env: Any) -> dict[str, set[float]]:
 def scheduled_weights(
     env: Environment | None, schedule: Callable[[float], Sequence[float]] | None, epochs: float
 ) -> Iterator[None]:
-    """Within the block the environment's rubric has the weights of the schedule."""
+    """During the block, the environment's rubric has the weights of the schedule."""
     if env is None or schedule is None:
         yield
         return
@@ -51,7 +51,7 @@ def scheduled_weights(
         before, put = rubric.get_group_weights(), cast("Put", rubric.set_group_weights)
     else:
         if len(weights) != len(rubric.weights):
-            raise ValueError(f"{len(rubric.weights)} reward functions but {len(weights)} weights from weight_schedule")
+            raise ValueError(f"weight_schedule must return {len(rubric.weights)} weights, got {len(weights)}")
         before, put = list(rubric.weights), lambda values: rubric.weights.__setitem__(slice(None), values)
     put(weights)
     try:

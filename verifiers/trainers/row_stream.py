@@ -1,4 +1,4 @@
-"""Rows become an endless stream in a seeded order, shuffled anew each epoch, that can resume from a checkpoint."""
+"""Rows become an endless stream in a seeded order, reshuffled each epoch, which can resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class RowStream:
-    """The rows of a training. ``cursor`` is how many this process has taken: with the seed it is the whole state.
+    """The rows of a training. ``cursor`` counts the rows that this process has taken; with the seed it is all state.
 
-    Rows may be trained on in another order than they were taken in: ``first_unlearned`` is the position of the first
-    one that was not trained on yet, ``learned_beyond`` the positions after it that were; a resumed stream skips them.
-    ``is_disjoint``: the rows taken last went to no other process.
+    Rows may be trained on in another order than they are taken. ``first_unlearned`` is the position of the first row
+    that was not trained on yet; ``learned_beyond`` are later positions that were, which a resumed stream skips.
+    ``is_disjoint``: no other process took any of the rows that were taken last.
 
     >>> stream = RowStream(["a", "b", "c"], seed=1)
     >>> first = stream.take(4)
@@ -31,8 +31,8 @@ class RowStream:
         self.cursor = 0
         self.first_unlearned, self.learned_beyond = 0, set[int]()
         self.is_disjoint = False
-        self.last: list[Any] = []  # the rows that were last taken together
-        self._lock = threading.Lock()  # rows are taken by the trainer, and by rollouts that are sampled ahead
+        self.last: list[Any] = []  # the rows that the last `take` returned
+        self._lock = threading.Lock()  # both the trainer and rollouts that are sampled ahead take rows
         self._index, self._shards = shard
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -41,14 +41,14 @@ class RowStream:
 
     @property
     def taken(self) -> int:
-        """How many rows all processes have taken."""
+        """The number of rows that all processes together have taken."""
         return self.cursor * self._shards
 
     def take(self, n: int) -> list[Any]:
-        """The next rows; every process takes its own."""
+        """The next rows of this process."""
         first = self.taken
         rows = [self.take_one()[1] for _ in range(n)]
-        self.is_disjoint = first // len(self) == (self.taken - 1) // len(self)  # all of one epoch
+        self.is_disjoint = first // len(self) == (self.taken - 1) // len(self)  # all of the same epoch
         self.last = rows
         return rows
 
@@ -74,21 +74,21 @@ class RowStream:
         return self.first_unlearned
 
     def learned(self, since: int) -> list[int]:
-        """Rows trained on from position ``since`` of this process on, by their positions among those of all."""
+        """Rows trained on, from position ``since`` of this process on, as positions in the stream of all processes."""
         positions = [*range(since, self.first_unlearned), *sorted(self.learned_beyond)]
         return [position * self._shards + self._index for position in positions]
 
     def resume(self, first_unlearned: int, learned: Iterable[int] = ()) -> None:
-        """Continue where streams over the same rows stopped; ``learned`` is as `learned` of all processes gave it."""
+        """Continue where streams over the same rows stopped; ``learned`` joins the lists from `learned` of them all."""
         self.first_unlearned = first_unlearned
         self.learned_beyond = {one // self._shards for one in learned if one % self._shards == self._index}
         self.cursor = self.note_learned(())
 
     def choose(self, pool: Sequence[Any], n: int, *, again: bool = False) -> list[Any]:
-        """``n`` rows of a pool at random, none twice if there are enough; the whole pool if it has just ``n``, unless
-        rows of it were chosen for the same batch before (``again``)."""
+        """``n`` random rows of a pool, without repetition if it has enough; the pool itself if it has exactly ``n``,
+        unless rows of it were already chosen for the same batch (``again``)."""
         if not len(pool):
-            raise ValueError("there are no rows to choose from: a row sampler or a filter let none through")
+            raise ValueError("there are no rows to choose from: a row sampler or a filter returned none")
         if len(pool) == n and not again:
             return list(pool)
         self.is_disjoint = False

@@ -1,4 +1,4 @@
-"""The model that is being trained, as a client: it samples from the live weights and remembers the exact tokens."""
+"""The model that is being trained, as a client that samples from the live weights and remembers the exact tokens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from verifiers.trainers.memory.plan import MemoryPlan
 
 _remembers_here: ContextVar[bool] = ContextVar("remembers_here", default=True)
-ROUNDING = 1.001  # what two ways of counting the same bytes may differ by
+ROUNDING = 1.001  # by which two ways of counting the same bytes may differ
 
 
 class Sampler(LocalModel):
-    """A `LocalModel` that can still find the tokens of a reply for a loop that kept only its text.
+    """A `LocalModel` that can find the tokens of a reply again, for a user's loop that kept only its text.
 
-    It ``remembers`` so many replies; ``default_args`` are sampling arguments for requests that leave them out.
+    ``remembers`` is the number of replies to keep; ``default_args`` are sampling arguments for requests without them.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Sampler(LocalModel):
         self._remembers, self._default_args = remembers, flat(default_args)
         self._unsorted: deque[tuple[Any, ChatMessage, Tokens]] = deque(maxlen=remembers)
         self._sampled: dict[tuple[Any, ...], deque[Tokens]] = {}  # by prompt and reply
-        self._order: deque[tuple[Any, ...]] = deque()  # the keys of what was sorted, in the order of sampling
-        self._found: Counter[tuple[Any, ...]] = Counter()  # searches since the newest of equal replies
+        self._order: deque[tuple[Any, ...]] = deque()  # the keys of `_sampled`, in the order of sampling
+        self._found: Counter[tuple[Any, ...]] = Counter()  # searches by key, since a reply was last added to it
 
     async def complete(self, request: Request) -> Completion:
         given = request.sampling
@@ -63,13 +63,13 @@ class Sampler(LocalModel):
         return completion
 
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
-        """Remember the tokens of a reply, and forget those of the oldest."""
+        """Remember the tokens of a reply, and forget the oldest reply."""
         # A copy: the caller may append to its list of messages.
         prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         self._unsorted.append((prompt, dict(message), tokens))
 
     def _sort(self) -> None:
-        """Index what was kept; only when it is searched, which is rare."""
+        """Index the replies that were kept. This is done only before a search, because searches are rare."""
         while self._unsorted:
             *said, tokens = self._unsorted.popleft()
             self._order.append(key := _key(*said))
@@ -82,8 +82,8 @@ class Sampler(LocalModel):
                 self._found.pop(oldest, None)
 
     def _find(self, prompt: Any, reply: Any) -> Tokens | None:
-        """The tokens of a reply; of equal replies those of the newest, the next time those of the one before: the
-        older ones may be of earlier weights."""
+        """The tokens of a reply. Successive searches return equal replies newest first, because older ones may come
+        from earlier weights."""
         self._sort()
         key = _key(prompt, reply)
         if (equal := self._sampled.get(key)) is None:
@@ -129,7 +129,7 @@ def _key(prompt: Any, reply: Any) -> tuple[Any, ...]:
 def make_sampler(
     model: Any, tokenizer: Any, config: GRPOConfig, env: Environment | None, memory: MemoryPlan
 ) -> Sampler:
-    """The model as a client: a slot for each rollout of a generation, and as much KV cache as the memory plan has."""
+    """The model as a client, with the number of slots and the size of the KV cache from the memory plan."""
     parameter = next(model.parameters())
     fits = plan(
         model.config,
@@ -146,13 +146,13 @@ def make_sampler(
         rows=fits.rows,
         length=fits.length,
         cache_tokens=fits.cache_tokens,
-        remembers=8 * config.rollouts_per_generation * (1 + config.num_batches_ahead),  # of a few turns each
+        remembers=8 * config.rollouts_per_generation * (1 + config.num_batches_ahead),  # 8: a few turns per rollout
         default_args=default_args(config, env),
     )
 
 
 def sampling_args(config: GRPOConfig, env: Environment | None) -> dict[str, Any]:
-    """Sampling arguments of rollouts: the defaults, less those that environments of a group set themselves."""
+    """Sampling arguments of rollouts, without the defaults that environments of a group set themselves."""
     return merged(config, None if env is None else env.sampling_args, [one.sampling_args for one in _members(env)])
 
 
@@ -163,7 +163,7 @@ def _members(env: Any) -> Iterator[Any]:
 
 
 def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> dict[str, Any]:
-    """Sampling arguments that ask a served model for token ids and logprobs: nothing can be trained on without them."""
+    """Sampling arguments that request token ids and logprobs from a served model; training needs them."""
     is_served = isinstance(client, Samplers) or (
         not isinstance(client, Sampler) and isinstance(as_client(client), HTTPClient)
     )
@@ -171,13 +171,13 @@ def exact_sampling(sampling: dict[str, Any], client: Any, env: Environment) -> d
 
 
 def seed_of(*parts: object) -> int:
-    """A seed that is a function of all of these: the same in every process and on every machine."""
+    """A seed derived from all of these parts, the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def weights_lock(client: Any) -> AbstractContextManager[Any]:
-    """The lock to hold while the weights are changed, or read in another thread than the trainer's."""
+    """The lock to hold while the weights are changed, or while another thread than the trainer's reads them."""
     if isinstance(client, Samplers):
         return client.lock
     return client.engine.lock if isinstance(client, Sampler) else nullcontext()

@@ -1,6 +1,6 @@
-"""Sampling arguments of configuration and environment, merged; and the distribution that the tokens of a reply had.
+"""Merges the sampling arguments of configuration and environment; reads the distribution that a reply was sampled from.
 
-Precedence: the configuration's (a field that was set, or ``sampling_args``), then the environment's ``sampling_args``,
+Precedence: the configuration (a field that was set, or ``sampling_args``), then the environment's ``sampling_args``,
 then the default of the field.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 _FIELDS = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")  # of a configuration
-_IN_BODY = ("top_k", "min_p")  # OpenAI's clients take them in extra_body only
+_IN_BODY = ("top_k", "min_p")  # OpenAI clients accept these only in extra_body
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0)}
 
 # Arguments whose distribution an update cannot compute, each with the values that have no effect.
@@ -41,7 +41,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def flat(args: Mapping[str, Any] | None, where: str = "sampling_args") -> dict[str, Any]:
-    """Arguments under one name each, those in ``extra_body`` included; two names with two values are an error.
+    """Arguments under their canonical names, including those in ``extra_body``; different values for one are an error.
 
     >>> flat({"max_completion_tokens": 8, "extra_body": {"top_k": 5}})
     {'max_tokens': 8, 'top_k': 5}
@@ -60,12 +60,12 @@ def flat(args: Mapping[str, Any] | None, where: str = "sampling_args") -> dict[s
 
 
 def names(args: Mapping[str, Any] | None) -> set[str]:
-    """The arguments that are given, under one name each."""
+    """The canonical names of the given arguments."""
     return {name for name, value, _ in _items(args) if value is not None}
 
 
 def _items(args: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
-    """(Name, value, spelling) of each argument: aliases have one name."""
+    """(Canonical name, value, spelling) of each argument."""
     for name, value in (args or {}).items():
         if name != "extra_body":
             yield _ALIASES.get(name, name), value, name
@@ -76,9 +76,9 @@ def _items(args: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
 def merged(
     config: GRPOConfig, own: Mapping[str, Any] | None = None, members: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Sampling arguments for an environment with arguments of its ``own`` (of a group: and of its ``members``).
+    """Sampling arguments for an environment with its ``own`` arguments and, if it is a group, those of its ``members``.
 
-    They are spelled as the environments spell them, so that they replace those.
+    They are spelled as the environments spell them, so that they replace the environments' values.
     """
     given = flat(config.sampling_args, "sampling_args of the configuration")
     defaults: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def merged(
 
 
 def default_args(config: GRPOConfig, env: Any) -> dict[str, Any]:
-    """Sampling arguments of a request that gives none."""
+    """Sampling arguments of a request that has none."""
     return merged(config, None if env is None else env.sampling_args)
 
 
@@ -113,7 +113,7 @@ def max_new_tokens(config: GRPOConfig, env: Any) -> int:
 
 
 def overridden(args: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with ``further`` ones in their place, under whichever name.
+    """Arguments replaced by ``further`` ones, even if they are spelled differently.
 
     >>> overridden({"max_tokens": 8, "temperature": 1.0}, {"max_completion_tokens": 16})
     {'max_tokens': 16, 'temperature': 1.0}
@@ -122,7 +122,7 @@ def overridden(args: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str,
 
 
 def _spelled(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments as clients take them: under every name that ``theirs`` have, else under the one of ``given``."""
+    """Arguments as clients take them: under every spelling in ``theirs``, else under the one in ``given``."""
     spellings: dict[str, set[str]] = {}
     for args in theirs:
         for name, _, spelled in _items(args):
@@ -139,9 +139,10 @@ def _spelled(wanted: Mapping[str, Any], given: Mapping[str, Any], *theirs: Mappi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """What tokens were sampled from: the model's logits plus a bias, over the temperature, truncated.
+    """The distribution that tokens were sampled from: (logits + bias) / temperature, truncated.
 
-    ``is_requested``: as requested of an engine that does not report how it sampled; its logprobs may be of another.
+    ``is_requested``: the engine did not report how it sampled, so that these are the arguments of the request. The
+    logprobs that it returned may be of another distribution.
     """
 
     temperature: float = 1.0
@@ -157,7 +158,7 @@ class Distribution:
 
     @property
     def is_tempered(self) -> bool:
-        """Whether it is the model's own distribution at some temperature."""
+        """Whether this is the model's own distribution at some temperature, without truncation and bias."""
         return not self.truncates and not self.logit_bias
 
 
@@ -165,7 +166,7 @@ PLAIN = Distribution()
 
 
 def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Distribution:
-    """What a reply was sampled from: as the engine recorded it, or as it was requested (``{"asked": {…}}``).
+    """The distribution of a reply: as the engine recorded it, or as it was requested (``{"asked": {…}}``).
 
     >>> read_distribution({"asked": {"temperature": 0.7, "extra_body": {"top_k": 5}}}).top_k
     5
@@ -175,8 +176,8 @@ def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Dist
     for name in sorted(args.keys() & _UNSUPPORTED.keys()):
         if args[name] not in _UNSUPPORTED[name]:
             raise ValueError(
-                f"{where} was sampled with {name}={args[name]!r}: the update cannot compute what that draws from; "
-                "leave it out of what is trained on"
+                f"{where} was sampled with {name}={args[name]!r}: the update cannot compute the distribution that this "
+                "argument samples from; leave it out for training"
             )
     bias: Mapping[Any, Any] = args.get("logit_bias") or {}
     found = Distribution(
@@ -189,13 +190,13 @@ def read_distribution(record: Mapping[str, Any], where: str = "a reply") -> Dist
     )
     if not (math.isfinite(found.temperature) and found.temperature > 0):
         raise ValueError(
-            f"{where} was sampled at temperature {found.temperature:g}: training samples, at a temperature above 0"
+            f"{where} was sampled at temperature {found.temperature:g}: training needs a temperature above 0"
         )
-    # Some engines apply one rule to what the other left, some both at once.
+    # Some engines apply one rule to the tokens that the other left, others apply both at once.
     if is_requested and (found.top_p < 1.0) + (found.top_k > 0) + (found.min_p > 0.0) > 1:
         raise ValueError(
-            f"{where} was sampled with more than one of top_p, top_k and min_p by an engine that does not say how it "
-            "combines them: train with one of them, or sample in this process"
+            f"{where} was sampled with more than one of top_p, top_k and min_p by an engine that does not report how "
+            "it combines them: use only one of them, or sample in this process"
         )
     return found
 
@@ -207,16 +208,16 @@ def check(args: Mapping[str, Any], where: str) -> None:
     except ValueError as error:
         raise ValueError(f"{where} cannot be trained with: {error}") from None
     if not 0 < found.top_p <= 1 or not 0 <= found.min_p <= 1:
-        raise ValueError(f"{where} has top_p={found.top_p:g} and min_p={found.min_p:g}; both are shares, top_p above 0")
+        raise ValueError(f"{where} has top_p={found.top_p:g}, min_p={found.min_p:g}: need 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1")
     if (seed := flat(args).get("seed")) is not None:
         raise ValueError(
             f"{where} samples with seed={seed!r}: all rollouts of a prompt would be the same, and nothing could be "
-            "learned from them; leave it out (seed= of the configuration makes a training repeatable)"
+            "learned from them; leave it out (to make a training repeatable, set seed= of the configuration)"
         )
 
 
 def distributions(sample: Sample, default: Distribution) -> tuple[tuple[int, Distribution], ...]:
-    """(Tokens, distribution) of each part of a sample's completion; ``default`` where none was recorded."""
+    """(Number of tokens, distribution) of each part of a completion; ``default`` where none was recorded."""
     if not sample.sampling:
         return ((len(sample.completion_ids), default),)
     return tuple([(n, default if record is None else _distribution(record)) for n, record in sample.sampling])
@@ -235,7 +236,7 @@ def _distribution(record: Mapping[str, Any]) -> Distribution:
 
 
 def without_greedy_logprobs(sample: Sample) -> Sample:
-    """The sample, its logprobs unknown (NaN) if any of its replies was decoded greedily."""
+    """The sample; if any of its replies was decoded greedily, its logprobs are set to NaN (unknown)."""
     records = [record.get("asked", record) for _, record in sample.sampling if record is not None]
     if all(float(flat(one).get("temperature", 1.0)) > 0 for one in records):
         return sample
@@ -245,16 +246,16 @@ def without_greedy_logprobs(sample: Sample) -> Sample:
 def without_doubtful_logprobs(
     sample: Sample, drawn: Sequence[tuple[int, Distribution]], *, is_off_policy: bool = False
 ) -> Sample:
-    """The sample, its logprobs unknown (NaN) if they may be of another distribution than the tokens were sampled from.
+    """The sample; its logprobs are set to NaN (unknown) if they may not be of the distribution that was sampled from.
 
-    The update then computes them, which is right only for a batch that the current policy sampled.
+    The update then computes them, which is correct only for a batch that the current policy sampled.
     """
     if all(not one.is_requested or one.is_tempered for _, one in drawn):
         return sample
     if is_off_policy:
         raise ValueError(
-            "with num_batches_ahead or steps_per_generation, an engine that does not say how it drew cannot be trained "
-            "with top_p, top_k, min_p or logit_bias: its logprobs may be of another distribution; leave these out, or "
-            "sample in this process"
+            "top_p, top_k, min_p and logit_bias cannot be combined with num_batches_ahead or steps_per_generation if "
+            "the engine does not report how it sampled: its logprobs may be of another distribution; leave these out, "
+            "or sample in this process"
         )
     return replace(sample, completion_logprobs=[math.nan] * len(sample.completion_ids))

@@ -1,4 +1,4 @@
-"""What a trainer is given becomes a model, a tokenizer and rows that it can train on; or an error says why not."""
+"""The arguments of a trainer, checked, become the model, the tokenizer and the rows that it trains on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("verifiers.trainers")
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The value of an argument that has two names, whichever was passed."""
+    """The value of an argument that may be passed under two names."""
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are the same thing; pass one of them")
     return value if value is not None else other
@@ -38,7 +38,7 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
 def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any, MemoryPlan]:
     """The module to train, on its device and in its precision; its tokenizer; and the memory plan of the training."""
     if model is None:
-        raise ValueError("there is no model to train; pass model='smollm2', a folder, a hub name or a module")
+        raise ValueError("no model to train; pass model='smollm2', a folder, a hub name or a module")
     config, device = job.config, job.device
     check_optimizer(config.optim, device.type, job.processes)
     _precision(job)
@@ -57,13 +57,13 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
         logger.warning("to fit into %s: %s", device, ", ".join(memory.told))
     if memory.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # The hook on the embeddings is for reentrant checkpointing, and a model with hooks is not sampled from in C.
+        # The hook on the embeddings is for reentrant checkpointing only, and models with hooks do not run in C.
         model.disable_input_require_grads()
     return model, tokenizer, memory
 
 
 def _loaded(name: str | Path, job: Job) -> Any:
-    """Load the model of a name, after its memory plan was checked; to the host if it is to be quantised."""
+    """Load a model by name, once its memory plan has been checked; to the host if it will be quantised."""
     dtype = torch.bfloat16 if job.device.type == "cuda" else None
 
     def check(config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,8 +77,8 @@ def _loaded(name: str | Path, job: Job) -> Any:
 def _check_4_bit(model: Any, job: Job) -> None:
     if job.adapters is None and not hasattr(model, "peft_config"):
         raise ValueError(
-            "load_in_4bit=True keeps the weights as they are, so that there is nothing to train: train adapters on "
-            "them (peft_config=vf.lora_defaults(), --lora)"
+            "load_in_4bit=True freezes the weights of the model, so that only adapters can be trained: pass "
+            "peft_config=vf.lora_defaults() (--lora)"
         )
     bitsandbytes("load_in_4bit=True")
 
@@ -87,12 +87,12 @@ def _precision(job: Job) -> str | None:
     """The precision that was asked for, if any: fp16 or bf16."""
     said = "fp16" if job.config.fp16 else "bf16" if job.config.bf16 else mixed_precision()
     if said == "fp16" and job.device.type == "cpu":
-        raise ValueError("fp16=True needs a GPU: on a CPU leave it out, and training is in float32")
+        raise ValueError("fp16=True needs a GPU; leave it out to train in float32 on the CPU")
     return said
 
 
 def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
-    """The module on its device, and the dtype that it computes in."""
+    """The module on its device, and the dtype of its computation."""
     parameter, config, device = next(model.parameters()), job.config, job.device
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise ValueError("this model is spread over several devices; load it onto one, without device_map")
@@ -109,19 +109,19 @@ def _in_precision(model: Any, job: Job) -> tuple[Any, torch.dtype]:
 
 
 def with_adapters(model: Any, peft_config: Any) -> Any:
-    """The model with LoRA adapters in the model's dtype (the optimizer has their float32 copies)."""
+    """The model with LoRA adapters in the model's dtype (the optimizer holds float32 copies of them)."""
     if hasattr(model, "peft_config"):
-        raise ValueError("this model has adapters already; leave out peft_config")
+        raise ValueError("this model already has adapters; leave out peft_config")
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
     adapted = _peft().get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     for one in adapted.parameters():
-        if one.requires_grad:  # peft makes them float32 on 4-bit weights
+        if one.requires_grad:  # peft creates them in float32 on 4-bit weights
             one.data = one.data.to(dtype)
     return adapted
 
 
 def lora_defaults(r: int = 8, alpha: int = 16, **kwargs: Any) -> Any:
-    """A `peft.LoraConfig` for every linear layer but the head; further keywords go to it."""
+    """A `peft.LoraConfig` for every linear layer except the head; further keywords are passed to it."""
     settings = {"target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **kwargs}
     return _peft().LoraConfig(r=r, lora_alpha=alpha, **settings)
 
@@ -144,30 +144,30 @@ def _check_pad(tokenizer: Any) -> None:
 def check_template(tokenizer: Any, env: Environment | None) -> None:
     if env is not None and env.message_type == "chat" and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "this tokenizer has no chat template, and the environment holds chats; set tokenizer.chat_template, "
-            "or make the environment with message_type='completion'"
+            "this tokenizer has no chat template, but the environment's prompts are chats; set "
+            "tokenizer.chat_template, or create the environment with message_type='completion'"
         )
 
 
 def check_reference(model: Any, config: GRPOConfig) -> None:
     if config.sync_ref_model and hasattr(model, "disable_adapter"):
-        raise ValueError("sync_ref_model needs a copy of the model, and with LoRA the reference is the base model")
+        raise ValueError("sync_ref_model does not work with LoRA: there the reference is the base model, not a copy")
 
 
 def check_env(env: Any) -> None:
     """Refuse an environment without a reward: there would be nothing to train on."""
     if not isinstance(env, Environment):
-        raise TypeError(f"env is an environment (vf.load_environment('…')), not a {type(env).__name__}")
+        raise TypeError(f"env must be an environment (vf.load_environment('…')), not a {type(env).__name__}")
     rubric = env.rubric
     is_plain = type(rubric) is Rubric and not rubric.scores_its_own_way and not isinstance(env, EnvGroup)
     if is_plain and not any(rubric.weights) and env._hook("score_rollout") is None:
-        raise ValueError("this environment rewards nothing: give its rubric a reward function with a weight above 0")
+        raise ValueError("this environment has no reward: give its rubric a reward function with a nonzero weight")
 
 
 def training_rows(env: Environment, given: Any, tokenizer: Any, config: GRPOConfig) -> tuple[Any, int]:
-    """Rows in the environment's format, the given ones or its own, and how many were dropped.
+    """The given rows, or the environment's own, in its format; and how many of them were dropped.
 
-    Those with a prompt of more than ``max_prompt_length`` tokens are.
+    A row is dropped if its prompt has more than ``max_prompt_length`` tokens.
     """
     rows: Any = env.get_dataset() if given is None else as_rows(given, env._format)
     writer, most = ChatWriter(tokenizer), config.max_seq_length
@@ -188,7 +188,7 @@ def _length(row: Row, writer: ChatWriter, env: Environment) -> int:
 
 
 def tools_for(env: Environment | None, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools of a rollout of this row: the row's own, or those of the environment that plays it."""
+    """The tools of a rollout of this row: the row's own, else those of the row's environment."""
     if (own := tools_of(row)) is not None:
         return own
     return getattr(environment_of(env, row.get("task")), "oai_tools", None)

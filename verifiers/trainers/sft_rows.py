@@ -40,10 +40,10 @@ def read_samples(
     min_reward: float | None = None,
     max_length: int | None = None,
 ) -> SFTSamples:
-    """The samples of a dataset: rows, columns, `Results`, a run directory, a file; None: the environment's rows."""
+    """The samples of a dataset (rows, columns, `Results`, a run directory, a file); of the environment's, if None."""
     rows = _rows_of(given, env)
     if not rows:
-        raise ValueError("there are no rows to imitate")
+        raise ValueError("the dataset has no rows to imitate")
     alive = [row for row in rows if not row.get("error")]
     wanted = alive if min_reward is None else [row for row in alive if _reward(row) >= min_reward]
     if not wanted:
@@ -59,7 +59,7 @@ def read_samples(
         samples += fitting
     if not samples:
         raise ValueError(
-            f"no reply of {len(wanted)} rows begins within max_seq_length={max_length} tokens: nothing is left"
+            f"all {len(wanted)} rows are too long: no reply begins within max_seq_length={max_length} tokens"
         )
     return SFTSamples(samples=samples, failed=len(rows) - len(alive), below=len(alive) - len(wanted), overlong=overlong)
 
@@ -69,8 +69,8 @@ def _nothing_left(rows: Sequence[Any], alive: Sequence[Any], min_reward: float |
         return f"all {len(rows)} rollouts failed: there is nothing to imitate"
     best = max((_reward(row) for row in alive), default=float("-inf"))
     if best == float("-inf"):
-        return f"min_reward={min_reward} needs rows with a reward, and these have none; leave it out"
-    return f"no row has a reward of min_reward={min_reward} or more: the best has {best:g}"
+        return f"min_reward={min_reward} needs rows with a reward, but these have none; leave it out"
+    return f"no row has a reward of at least min_reward={min_reward}: the best reward is {best:g}"
 
 
 def _reward(row: Mapping[str, Any]) -> float:
@@ -78,7 +78,7 @@ def _reward(row: Mapping[str, Any]) -> float:
     try:
         return float("-inf") if reward is None else float(reward)
     except (TypeError, ValueError):
-        raise ValueError(f"min_reward needs rewards that are numbers, and a row has {reward!r:.80}") from None
+        raise ValueError(f"min_reward needs rewards that are numbers, but a row has {reward!r:.80}") from None
 
 
 def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]:
@@ -89,24 +89,24 @@ def _rows_of(given: Any, env: Environment | None) -> Sequence[Mapping[str, Any]]
     found = read_rows(given)
     rows: Sequence[Any] = [given[i] for i in range(len(given))] if found is None else found
     if odd := [row for row in rows if not isinstance(row, Mapping)]:
-        raise TypeError(f"a row is a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
+        raise TypeError(f"a row must be a mapping with {_KINDS}, not a {type(odd[0]).__name__}")
     return rows
 
 
 def _samples(row: Mapping[str, Any], position: int, writer: ChatWriter, env: Environment | None) -> list[Sample]:
-    """The samples of a row: with the tokens that were sampled if it has them, else with those of its text."""
+    """The samples of a row, with the sampled tokens if the row has them, else with its text tokenized."""
     exact = samples_of(row.get("trajectory") or ())
     if exact and are_ids_of(row["trajectory"], writer):
         return exact
     prompt, completion = _parts(row, position, env)
     for name, given in (("prompt", prompt), ("completion", completion)):
         if not isinstance(given, Iterable) and not hasattr(given, "model_dump"):
-            raise ValueError(f"row {position}: its {name} is a text or messages, not {given!r:.80}")
+            raise ValueError(f"row {position}: its {name} must be a text or messages, not {given!r:.80}")
     if isinstance(prompt, str) and isinstance(completion, str):
         end = None if row.get("is_truncated") else writer.tokenizer.eos_token_id
         return [_with_eos(sample, end) for sample in tokenized(prompt, completion, writer)]
     if not writer.template.is_there:
-        raise ValueError("these rows are chats, and this tokenizer has no chat template; set tokenizer.chat_template")
+        raise ValueError("these rows are chats, but this tokenizer has no chat template; set tokenizer.chat_template")
     return written_samples(prompt, completion, writer, row, tools_for(env, row))
 
 
@@ -121,8 +121,8 @@ def _parts(row: Mapping[str, Any], position: int, env: Environment | None) -> tu
         prompt = _prompt(row, position, env)
         return prompt, reply if isinstance(prompt, str) else [{"role": "assistant", "content": reply}]
     columns = ", ".join(map(str, row)) or "none"
-    hint = "; its answers need env=, whose parser says how they are written" if row.get("answer") is not None else ""
-    raise ValueError(f"row {position} has nothing to imitate: give {_KINDS} (its columns: {columns}{hint})")
+    hint = "; to use its answer, pass env=, whose parser defines its format" if row.get("answer") is not None else ""
+    raise ValueError(f"row {position} has nothing to imitate: it needs {_KINDS} (its columns: {columns}{hint})")
 
 
 def _prompt(row: Mapping[str, Any], position: int, env: Environment | None) -> Any:
@@ -139,17 +139,17 @@ def _prompt(row: Mapping[str, Any], position: int, env: Environment | None) -> A
 def _split(messages: list[dict[str, Any]], position: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)
     if first is None:
-        raise ValueError(f"row {position}: none of its {len(messages)} messages is the assistant's, so none is trained")
+        raise ValueError(f"row {position}: none of its {len(messages)} messages is the assistant's; there is no reply")
     if first == 0:
         raise ValueError(
-            f"row {position} begins with the assistant: a reply is learned after what it replies to; put a system or "
-            "user message before it, or leave it out"
+            f"row {position} begins with an assistant message, but a reply needs a prompt; put a system or user "
+            "message before it, or leave out the row"
         )
     return messages[:first], messages[first:]
 
 
 def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
-    """A reply that the environment's parser reads the row's answer from; its other fields are columns of the row.
+    """A reply from which the environment's parser reads the row's answer; its other fields are columns of the row.
 
     >>> from verifiers.envs import SingleTurnEnv
     >>> from verifiers.parsers import XMLParser
@@ -164,8 +164,8 @@ def gold_reply(env: Environment, row: Mapping[str, Any]) -> str:
         if str(parser.parse_answer([{"role": "assistant", "content": reply}])).strip() == answer.strip():
             return reply
     raise ValueError(
-        f"the environment's {type(parser).__name__} reads the answer {answer[:60]!r} out of no usual form of reply; "
-        "give rows with a completion, as it should be written"
+        f"the environment's {type(parser).__name__} does not find the answer {answer[:60]!r} in any common form of "
+        "reply; pass rows with a completion that is written as the parser expects"
     )
 
 
@@ -183,7 +183,7 @@ def _formats(parser: Any, row: Mapping[str, Any], answer: str) -> Iterator[str]:
 
 
 def _with_eos(sample: Sample, end: int | None) -> Sample:
-    """The sample with an end token, which is trained on."""
+    """The sample with an end token, which is trained on too."""
     if end is None or sample.completion_ids[-1:] == [end]:
         return sample
     return replace(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a model and examples become a model that answers like them, as a warm-up for GRPO."""
+"""Supervised fine-tuning on examples, for instance as a warm-up for GRPO."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from verifiers.trainers.weights import learning_rate
 class SFTTrainer(Trainer):
     """Trains a model to imitate examples: minimises the mean negative logprob of the tokens of their replies.
 
-    ``dataset`` is rows with prompt and completion (texts or messages), or with messages, of which every assistant turn
-    is trained; saved rollouts (`Results`, a run directory, a file), those with ``min_reward`` or more; or, with
-    ``env``, rows with an answer, written as the environment's parser wants it (left out: the environment's own rows).
+    ``dataset`` is one of: rows with prompt and completion (texts or messages); rows with messages, of which every
+    assistant turn is trained on; saved rollouts (`Results`, a run directory, a file), filtered by ``min_reward``; or,
+    with ``env``, rows with an answer, which is put into the parser's format (default: the environment's own rows).
 
     >>> from verifiers.trainers import SFTTrainer, tiny_model
     >>> model, tokenizer = tiny_model("ab", hidden_size=32)
@@ -66,7 +66,7 @@ class SFTTrainer(Trainer):
         self._scorer: TokenScorer | None = None
 
     def train(self, resume: bool | str | Path = False) -> Report:
-        """Train for ``max_steps`` steps, or ``num_epochs`` times through the examples; the report says how it went."""
+        """Train for ``max_steps`` steps, or for ``num_epochs`` passes through the examples; returns the report."""
         with self._training(resume) as report:
             while self.step < self.total_steps and not self.should_stop:
                 self.epoch = self.step // self.num_steps_per_epoch
@@ -110,7 +110,7 @@ class SFTTrainer(Trainer):
     def evaluate(self) -> dict[str, Any]:
         """The loss over ``eval_dataset`` with the current weights."""
         if not self.eval_samples:
-            raise ValueError("there is nothing to evaluate on; pass eval_dataset=")
+            raise ValueError("there are no examples to evaluate on; pass eval_dataset=")
         self.weights.module.eval()
         count = sum(sum(sample.completion_mask) for sample in self.eval_samples)
         with torch.no_grad(), sensible_threads(self.unwrapped_model):

@@ -17,7 +17,7 @@ class OtherWeightsError(BadReplyError):
 
 
 def with_versions(completion: Completion, oldest: int, newest: int | None) -> Completion:
-    """A reply with its weight versions: those its server reports, checked; else the oldest possible one."""
+    """A reply with its weight versions: those that its server reported, once checked, or else the oldest possible."""
     tokens = completion.tokens
     if tokens is None:
         return completion
@@ -28,16 +28,16 @@ def with_versions(completion: Completion, oldest: int, newest: int | None) -> Co
     for span in tokens.weight_versions:
         if span.updates is None or span.updates < least or (newest is not None and span.updates > newest):
             raise OtherWeightsError(
-                f"it answered from weights that it calls {span.version!r:.50}, and can have those of version {oldest}"
+                f"the server answered with weights of version {span.version!r:.50}; expected version {oldest}"
                 + (" or later" if newest is None else f" to {newest}" if newest > oldest else "")
-                + " only: it was started anew, or another trainer sends it weights"
+                + ": it was restarted, or another trainer sends weights to it"
             )
         least = span.updates
     return completion
 
 
 def note_versions(states: Iterable[Mapping[str, Any]], version: int) -> None:
-    """Set the version of tokens whose server did not report one: that of when they were requested.
+    """Set the version of tokens whose server did not report one to the version when they were requested.
 
     >>> state = {"trajectory": [{"tokens": {"completion_ids": [1, 2, 3]}}]}
     >>> note_versions([state], 4); versions_of(state)
@@ -50,7 +50,7 @@ def note_versions(states: Iterable[Mapping[str, Any]], version: int) -> None:
 
 
 def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(Tokens, weight version) of each span of sampled tokens of a rollout, where its engine reported it.
+    """(Number of tokens, weight version) of each span of sampled tokens of a rollout, where its engine reported it.
 
     >>> tokens = {"completion_ids": [1, 2, 3], "weight_versions": [("4", 0, 2), ("5", 2, 3)]}
     >>> versions_of({"trajectory": [{"tokens": tokens}]})
@@ -65,7 +65,7 @@ def versions_of(state: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def staleness_figures(batch: Batch, updates: int) -> dict[str, Any]:
-    """Updates since tokens were sampled, mean and max; and the share of rollouts sampled across an update."""
+    """Mean and max number of updates since tokens were sampled, and the share of rollouts sampled across an update."""
     found = [spans for state in batch.states if state is not None and (spans := versions_of(state))]
     tokens = sum(n for spans in found for n, _ in spans)
     if not tokens:

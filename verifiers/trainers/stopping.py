@@ -8,7 +8,7 @@ from verifiers.trainers.distributed.processes import all_gather
 
 
 class TrainingStoppedError(RuntimeError):
-    """A training cannot go on; the message says why, and what is left of it."""
+    """A training cannot continue; the message says why, and what was saved."""
 
 
 class NotFiniteError(TrainingStoppedError):
@@ -26,7 +26,7 @@ def nothing_scored(batch: Any, processes: Any) -> TrainingStoppedError | None:
         return None
     first_cause = next(one for _, _, one in found if one is not None)
     error = TrainingStoppedError(
-        f"all {count} rollouts of a step failed, and a failed rollout trains nothing; the first one with {first_cause}"
+        f"all {count} rollouts of a step failed, so that there is nothing to train on; the first error is {first_cause}"
     )
     error.__cause__ = first
     return error

@@ -15,11 +15,11 @@ LARGEST_KEPT = 31 << 20  # bytes: with the allocator's header it must stay below
 
 @contextmanager
 def sensible_threads(model: Any) -> Iterator[None]:
-    """Within the block a tiny model on a CPU has one thread: several would wait for each other more than compute."""
+    """During the block, a tiny model on a CPU has one thread: several would mostly wait for each other."""
     before = torch.get_num_threads()
     if next(model.parameters()).device.type == "cpu":
-        # glibc returns blocks to the system only above the largest (up to 32 MiB) that it has freed so far. After this
-        # one it keeps what a step frees: getting pages anew takes as long as the work on them.
+        # glibc returns freed blocks to the system only if they are larger than any (up to 32 MiB) freed before. After
+        # this one it keeps the memory that a step frees; getting new pages takes as long as the work on them.
         torch.empty(LARGEST_KEPT, dtype=torch.uint8)
         if is_small(model):
             torch.set_num_threads(1)

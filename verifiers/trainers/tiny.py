@@ -1,4 +1,4 @@
-"""A tiny random Llama with a character tokenizer, made on the spot: to train on a CPU in seconds."""
+"""A tiny random Llama with a character tokenizer, small enough to train on a CPU in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 ROLES = ("system", "user", "assistant", "tool")
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 SPECIAL = (PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES))
-# One token for a role and one for the end of a message: a chat is hardly longer than its text.
+# A message takes one token for its role and one for its end, so that a chat is hardly longer than its text.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{{ message['content'] or '' }}{{ '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -99,7 +99,7 @@ def _model(tokenizer: Any, hidden_size: int, layers: int, heads: int, context: i
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
-        # The defaults are for large models and long contexts: with these a small model learns positions far sooner.
+        # The defaults suit large models and long contexts; with these values a small model learns positions far sooner.
         initializer_range=hidden_size**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": max(context / (2 * math.pi), 10.0)},
     )

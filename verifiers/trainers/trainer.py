@@ -1,4 +1,4 @@
-"""What GRPO and SFT have in common: counting steps and rows, evaluating and saving when due, the report around it."""
+"""What GRPO and SFT have in common: counting steps and rows, evaluating and saving when due, and the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A loop over rows; a subclass says how many rows a step takes and what an update does with them."""
+    """A loop over rows; a subclass defines how many rows a step takes and how an update uses them."""
 
     config: TrainingConfig
     env: Any
@@ -40,11 +40,11 @@ class Trainer:
     rows: RowStream
     step = epoch = cursor = 0
     should_stop = False
-    learned: Sequence[int] = ()  # positions of rows after the cursor that were trained on, out of order
+    learned: Sequence[int] = ()  # positions after the cursor whose rows were already trained on
     report: Report | None = None
 
     def _check_config(self) -> None:
-        """Refuse settings that cannot work with the processes that were started, before anything is loaded."""
+        """Refuse settings that do not work with the number of processes, before anything is loaded."""
         self.accelerator, self._sharding = processes.accelerator(), processes.sharding()
         self.config.check(self.accelerator.num_processes)
         check_sharding(self.config, self.accelerator, self._sharding)
@@ -53,7 +53,7 @@ class Trainer:
     def _check_evaluation(self) -> None:
         if not self.can_evaluate and self.config.strategy("eval") != "no":
             raise ValueError(
-                f"eval_strategy={self.config.strategy('eval')!r} evaluates, and there is nothing to evaluate on: pass "
+                f"eval_strategy={self.config.strategy('eval')!r} is set, but there is nothing to evaluate on: pass "
                 "eval_dataset= (with saved rollouts: env=), or leave out eval_strategy and eval_steps"
             )
 
@@ -74,7 +74,7 @@ class Trainer:
 
     @property
     def unwrapped_model(self) -> Any:
-        """The model itself, also where a subclass let Accelerate wrap it (``accelerator.prepare``)."""
+        """The model itself, even if a subclass had Accelerate wrap it (``accelerator.prepare``)."""
         return self.accelerator.unwrap_model(self.model)
 
     def _make_stream(self, rows: Any) -> None:
@@ -82,22 +82,22 @@ class Trainer:
         self.rows = RowStream(rows, seed=self.config.seed, shard=shard)
 
     def _longest(self, limit: int | None) -> int | None:
-        """The tokens that a sequence may have: within a limit, and the positions that the model knows."""
+        """The largest number of tokens of a sequence: within the limit and the positions that the model supports."""
         return shortest(limit, max_positions(self.unwrapped_model.config))
 
     @property
     def rows_per_step(self) -> int:
         """Rows that one step of this process takes."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how many rows a step takes")
+        raise NotImplementedError(f"{type(self).__name__} does not define rows_per_step")
 
     @property
     def reference(self) -> Reference | None:
-        """The reference model of the KL term, where it is a copy."""
+        """The reference model of the KL term if it is a copy, else None."""
         return None
 
     @property
     def can_evaluate(self) -> bool:
-        raise NotImplementedError(f"{type(self).__name__} does not say whether it can be evaluated")
+        raise NotImplementedError(f"{type(self).__name__} does not define can_evaluate")
 
     def evaluate(self) -> Any:
         """Evaluate the current weights."""
@@ -123,16 +123,16 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def unlearned(self) -> list[Any] | None:
-        """Batches that were made and not learned from yet, as plain data, of each process."""
+        """Batches of each process that were made but not trained on yet, as plain data."""
         return None
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
-        """Continue where a checkpoint was written."""
+        """Continue from the state of a checkpoint."""
         self.step, self.cursor, self.learned = state["step"], state["cursor"], list(state.get("learned", ()))
         self.rows.resume(self.cursor, self.learned)
 
     def _note_learned(self, positions: Iterable[int]) -> None:
-        """Count rows of this process as trained on; what a checkpoint says lets any number of processes resume."""
+        """Count rows of this process as trained on; the gathered state lets any number of processes resume."""
         self.rows.note_learned(positions)
         self.cursor = min(processes.all_gather(self.accelerator, self.rows.first_unlearned))
         parts = processes.all_gather(self.accelerator, self.rows.learned(self.cursor))
@@ -140,7 +140,7 @@ class Trainer:
 
     @contextmanager
     def _training(self, resume: bool | str | Path) -> Iterator[Report]:
-        """The report of a run, open for the length of the block and finished if it ends without an error."""
+        """The report of a run, open during the block, and finished if the block ends without an error."""
         with Report(self, resume) as report, sensible_threads(self.unwrapped_model):
             self.report, self.should_stop = report, False
             if resume:

@@ -1,4 +1,4 @@
-"""Sequences with advantages become an update of the policy: loss, backward, optimizer step, and the figures of it."""
+"""Sequences with advantages become an update of the policy: loss, backward pass, optimizer step, and its figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("verifiers.trainers")
 
 
 class PolicyUpdate:
-    """Trains a policy on a batch: ``num_iterations`` passes over its micro-batches, each with one optimizer step."""
+    """Trains a policy on a batch: ``num_iterations`` passes over its micro-batches, with one optimizer step each."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer, self.weights, self.config = trainer, trainer.weights, trainer.config
@@ -39,20 +39,20 @@ class PolicyUpdate:
         self.loss = Loss(self.config.objective, trainer._own_loss)
         self._max_new_tokens = max_new_tokens(self.config, trainer.env)
         self._lock = weights_lock(trainer.client)
-        with self._lock:  # both run the model, which may be sampling ahead
+        with self._lock:  # both scorers run the model, which may be sampling ahead
             self.scorer = self.weights.scorer()
             self.reference = Reference(trainer.unwrapped_model) if self.config.kl_coef > 0 else None
             others = [] if self.reference is None else [self.reference.scorer.layouts]
             self._limits = self.scorer.layouts.limits(*others)
         if (bounds := self._limits["rope_bounds"]) and self.loss.objective.has_sequence_ratios:
             logger.warning(
-                "the rotary embedding of this model changes at %d tokens: a sequence that grows past it is learned "
-                "from in two parts, and each has a ratio of its own",
+                "the rotary embedding of this model changes at %d tokens: a longer sequence is trained on in two "
+                "parts, each with its own sequence-level ratio",
                 bounds[0],
             )
         self._has_checked_logprobs = False
         self._recomputes = trainer.memory.gradient_checkpointing
-        # Of each micro-batch: the rollouts of its sequences, and of each token its sequence and its ratio.
+        # For each micro-batch: the rollout of each sequence; the sequence of each token; the ratio of each token.
         self._last_pass: list[tuple[list[int | None], Tensor, Tensor]] = []
 
     def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
@@ -76,27 +76,27 @@ class PolicyUpdate:
                     if batch.batch.is_idle:
                         continue
                     figures.add(loss, losses, entropy_N, is_first=iteration == 0)
-                    if not self._limits["rope_bounds"]:  # there a rollout is split into several sequences
+                    if not self._limits["rope_bounds"]:  # otherwise a rollout may be split into several sequences
                         owners = [trained[member].rollout for member in batch.batch.members]
                         self._last_pass.append((owners, batch.batch.sequence_N, losses.ratio_T))
                 self.weights.collect()
                 with self._lock:
                     figures.grad_norm = self.weights.step(learning_rate)
-                    self._trainer._name_weights(self._trainer.step + 1)  # before anything is sampled from them
+                    self._trainer._name_weights(self._trainer.step + 1)  # before the new weights are sampled from
         return combined(all_gather(self._processes, figures.read()))
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
-        """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
+        """The ratios of the trained tokens of the first ``rollouts`` rollouts, from the last pass over the batch."""
         found: dict[int, list[Tensor]] = {}
         for owners, sequence_N, ratio_N in self._last_pass:
             for owner, ratios in zip(owners, ratio_N.split(sequence_N.bincount().tolist()), strict=True):
                 if owner is not None and owner < rollouts:
                     found.setdefault(owner, []).append(ratios)
-        # The order of tokens is known only where a rollout is one sequence.
+        # The order of tokens is known only if a rollout is a single sequence.
         return {owner: parts[0].tolist() for owner, parts in found.items() if len(parts) == 1}
 
     def _weighted(self, sequences: Sequence[TrainSample]) -> tuple[list[TrainSample], int]:
-        """The sequences that have a gradient, with the weight of their tokens; and the tokens of all processes."""
+        """The sequences that have a gradient, with token weights; and the number of tokens over all processes."""
         kind, gather = self.loss.objective.kind, partial(all_gather, self._processes)
         weighted, tokens = with_token_weights(sequences, kind, self._max_new_tokens, gather=gather)
         uses_entropy = self.config.entropy_coef != 0.0 or self.config.top_entropy_quantile < 1.0
@@ -104,7 +104,7 @@ class PolicyUpdate:
         return [one for one in weighted if uses_all or one.has_advantage], tokens
 
     def _select_high_entropy(self, batches: Sequence[_Prepared]) -> int:
-        """Note which tokens are in the ``top_entropy_quantile`` of highest entropy of the step, and count them."""
+        """Mark the tokens of the step's ``top_entropy_quantile`` of highest entropy; returns how many there are."""
         with torch.no_grad(), self._lock:
             found = [self.scorer.score(one.batch, with_entropy=True).entropy_N for one in batches]
         found = [None if one.batch.is_idle else entropy_N for one, entropy_N in zip(batches, found, strict=True)]
@@ -130,7 +130,7 @@ class PolicyUpdate:
                 recomputes = self._recomputes or scored.recomputes
                 if recomputes:
                     self.weights.backward(loss, is_last=is_last)
-            if not recomputes:  # no module is run in this backward pass: the model may sample meanwhile
+            if not recomputes:  # this backward pass runs no module, so the model may sample meanwhile
                 self.weights.backward(loss, is_last=is_last)
         return losses, loss.detach(), scored.entropy_N
 
@@ -148,7 +148,7 @@ class PolicyUpdate:
             prepared.correction_N, prepared.is_out_of_bounds_N = sampler_correction(
                 self.loss.objective, prepared.log_ratio_N, batch.sequence_N
             )
-        if prepared.old_N is None:  # tokens without a recorded logprob: before the first update new and old are equal
+        if prepared.old_N is None:  # some tokens have no recorded logprob; before the first update, new and old agree
             prepared.old_N = batch.old_N.where(~batch.old_N.isnan(), scored.logprob_N.detach())
         losses = self.loss(
             new_T=scored.logprob_N,
@@ -167,27 +167,26 @@ class PolicyUpdate:
         is_tempered = any(one.is_requested and one.temperature != 1.0 for one in batch.distributions)
         is_doubtful = is_tempered and old_N is not None
         if not (any(all_gather(self._processes, is_doubtful)) if self.weights.is_sharded else is_doubtful):
-            return  # a forward pass of a sharded model is one of all processes
+            return  # with a sharded model, all processes must take part in the forward pass below, or none
         with torch.no_grad():
             raw_N = self.scorer.logprobs(batch, 1.0)
         if is_doubtful and float((raw_N - old_N).abs().mean()) < float((new_N - old_N).abs().mean()):
             raise ValueError(
-                "the logprobs that come with the replies are the model's own, without the temperature that was sampled "
-                "at: have the server give those that it draws by (vLLM: --logprobs-mode processed_logprobs), or sample "
-                "at temperature 1"
+                "the server returned the model's raw logprobs, without the sampling temperature. Configure it to "
+                "return processed logprobs (vLLM: --logprobs-mode processed_logprobs), or sample at temperature 1"
             )
 
 
 class _Prepared:
-    """A micro-batch on the device, and what is computed of its tokens once, in the first pass."""
+    """A micro-batch on the device, with per-token values that are computed once, in the first pass."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         is_known = not bool(batch.old_N.isnan().any())
         self.batch = batch.to(device)
         self.old_N: Tensor | None = self.batch.old_N if is_known else None  # None: computed in the first pass
         self.reference_N: Tensor | None = None
-        self.log_ratio_N: Tensor | None = None  # policy before the update over sampler
-        self.correction_N: Tensor | None = None  # the importance weight that it gives
+        self.log_ratio_N: Tensor | None = None  # log of the policy before the update over the sampler
+        self.correction_N: Tensor | None = None  # importance weights from this ratio
         self.is_out_of_bounds_N: Tensor | None = None
         self.is_high_entropy_N: Tensor | None = None
 
@@ -199,24 +198,24 @@ class _Prepared:
         return self.masked(self.correction_N)
 
     def relative_to_sampler(self, losses: TokenLosses) -> TokenLosses:
-        """For the figures: the ratio of the new policy to the sampler, and what the clip or the correction bounded."""
+        """For the figures: ratios relative to the sampler, and the tokens that the clip or the correction bounded."""
         if self.log_ratio_N is None or self.is_out_of_bounds_N is None:
             return losses
         ratio_T = losses.ratio_T * self.log_ratio_N.nan_to_num(nan=0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return replace(losses, ratio_T=ratio_T, is_clipped_T=losses.is_clipped_T | self.is_out_of_bounds_N)
 
     def masked(self, values_N: Tensor) -> Tensor:
-        """Values of tokens, 0 where the entropy is too low to train on them."""
+        """Token values, set to 0 where the entropy is too low for the token to be trained on."""
         return values_N if self.is_high_entropy_N is None else values_N * self.is_high_entropy_N
 
 
 @contextmanager
 def training_mode(model: Any, *, lock: AbstractContextManager[Any], dropout: bool, recomputes: bool) -> Iterator[None]:
-    """Training mode for the length of the block, eval mode afterwards; the mode is switched under the lock.
+    """Training mode during the block, eval mode afterwards; the mode is switched under the lock.
 
-    The sampler has no dropout: with ``dropout`` the ratio is not 1 even before the first update. Without it the model
-    is trained in eval mode. Gradient checkpointing (``recomputes``) works in training mode only: its modules are put
-    into that, with their own dropout set to 0.
+    Without ``dropout`` the model is trained in eval mode. With it, ratios differ from 1 even before the first update,
+    because the sampler has no dropout. Gradient checkpointing (``recomputes``) works in training mode only: without
+    ``dropout``, the checkpointed modules are put into training mode with their own dropout set to 0.
     """
     before: list[tuple[Any, str, float]] = []
     with lock:

@@ -23,22 +23,22 @@ LARGEST_SCALE, SCALE_GROWS_AFTER = 2.0**16, 200
 class Weights:
     """Trained parameters (``live``, which the sampler reads) and the optimizer that updates them.
 
-    A parameter in half precision has a float32 master copy, because small steps would be rounded away: gradients are
-    accumulated there, the optimizer updates it, and the parameter is rounded from it after each step. With
-    ``optim="cpu_offload"`` master copies, gradients and optimizer state are on the host. Gradients are moved to the
+    A parameter in half precision has a float32 master copy, because rounding would lose small steps. Gradients are
+    accumulated in the copy, the optimizer updates it, and it is rounded into the parameter after each step. With
+    ``optim="cpu_offload"``, master copies, gradients and optimizer state are on the host. Gradients are moved to the
     master copies one by one during the backward pass, so that there are never two full sets.
 
-    Every process holds all of them here; `distributed.sharding` has weights of which each process holds a part.
+    Here every process holds all weights; in `distributed.sharding` each process holds a part.
     """
 
-    is_sharded = False  # whether forward and backward passes are collective: run by all processes together
+    is_sharded = False  # whether forward and backward passes are collective (all processes run them together)
 
     def __init__(self, model: Any, config: TrainingConfig, processes: Any = None) -> None:
         self.module, self.config, self.processes = model, config, processes
         self._is_on_host = OPTIMIZERS[config.optim].on_host
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         if not named:
-            raise ValueError("no parameter of this model asks for a gradient: there is nothing to train")
+            raise ValueError("there is nothing to train: no parameter of this model has requires_grad=True")
         self.names = [name for name, _ in named]
         self.live = [one for _, one in named]
         self.masters = [self._master(one) for one in self.live]
@@ -46,15 +46,15 @@ class Weights:
         self.check_finite("before training")
         self._versions = [one._version for one in self.live]
         self.scale = LARGEST_SCALE if any(one.dtype == torch.float16 for one in self.live) else 1.0
-        self.good_steps = 0  # since an overflow of the scaled loss
+        self.good_steps = 0  # since the scaled loss last overflowed
         self.optimizer = make_optimizer(self.masters, config)
 
     def refresh(self) -> None:
-        """Update master copies of parameters that were written since the last step: by another trainer, say."""
+        """Update master copies of parameters that were written since the last step, for example by another trainer."""
         with torch.no_grad():
             for live, master, version in zip(self.live, self.masters, self._versions, strict=True):
                 is_written = live is not master and live._version != version
-                # A probe of the layouts changes parameters and restores them: equal ones keep their precise master.
+                # The proof of layouts changes and restores parameters: unchanged ones keep their precise master copy.
                 if is_written and not torch.equal(master.to(live.device, live.dtype), live):
                     master.copy_(live)
         self._versions = [one._version for one in self.live]
@@ -69,14 +69,14 @@ class Weights:
         return TokenScorer(self.module)
 
     def micro_batches(self, sequences: Sequence[TrainSample], pad_id: int, **limits: Any) -> list[MicroBatch]:
-        """Micro-batches to train on; where passes are collective, as many as the other processes have."""
+        """Micro-batches to train on; if passes are collective, padded to the same number in all processes."""
         made = [check_tokens(one, self.module.config) for one in micro_batches(sequences, pad_id=pad_id, **limits)]
         return made + [idle_batch(pad_id)] * (shortfall(self.processes, len(made)) if self.is_sharded else 0)
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
-        """Add the gradients of a micro-batch to those of the step; ``is_last``: it is the last one of the step."""
+        """Add the gradients of a micro-batch to those of the step; ``is_last`` marks the step's last micro-batch."""
         scaled = loss * self.scale if self.scale != 1.0 else loss
-        # Within the pass a gradient is added to that of the master copy, and freed, as soon as it is computed.
+        # As soon as a gradient is computed, it is added to the gradient of the master copy and freed.
         hooks = [live.register_post_accumulate_grad_hook(partial(_move, master)) for live, master in self._copies]
         try:
             scaled.backward()
@@ -92,7 +92,7 @@ class Weights:
         return [master.grad for master in self.masters if master.grad is not None]
 
     def step(self, learning_rate: float) -> float:
-        """One optimizer step; returns the norm of the gradient before clipping. One that is not finite is skipped."""
+        """One optimizer step, skipped if the gradient is not finite; returns the gradient norm before clipping."""
         gradients = self.gradients()
         if self.scale != 1.0 and gradients:
             torch._foreach_div_(gradients, self.scale)
@@ -116,7 +116,7 @@ class Weights:
         return float(torch.linalg.vector_norm(torch.stack([one.float() for one in norms])))
 
     def check_finite(self, when: str) -> None:
-        """Stop a training at the first weight that is NaN or infinite."""
+        """Raise NotFiniteError if a weight is NaN or infinite."""
         wrong = self._not_finite()
         if not wrong:
             return
@@ -134,7 +134,7 @@ class Weights:
             one.grad = None
 
     def finish(self) -> None:
-        """At the end of a training: write the weights to the model that was handed in, if they are held elsewhere."""
+        """At the end of a training, write the weights to the model that was passed in, if they are held elsewhere."""
 
     def publish(self) -> None:
         """Round the master copies into the parameters that the model runs with."""
@@ -152,11 +152,11 @@ class Weights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the trained parameters, by name."""
+        """The full (unsharded) shapes of the trained parameters, by name."""
         return {name: tuple(one.shape) for name, one in zip(self.names, self.live, strict=True)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights and the optimizer state by name, to be saved or loaded (see `distributed.shards`)."""
+        """The weights and the optimizer state by name, for saving and loading (see `distributed.shards`)."""
         found = {}
         for i, (name, master) in enumerate(zip(self.names, self.masters, strict=True)):
             found[f"weights.{name}"] = self.spread(i, master.detach())
@@ -165,11 +165,11 @@ class Weights:
         return found
 
     def spread(self, i: int, part: Tensor) -> Tensor:
-        """This process's part of a tensor of the shape of parameter ``i``, as a distributed tensor where it is one."""
+        """This process's part of a tensor shaped like parameter ``i``; a distributed tensor if that is sharded."""
         return part
 
     def make_room(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Allocate optimizer state with these entries; their values are loaded afterwards."""
+        """Allocate optimizer state for these entries, whose values are loaded afterwards."""
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for name, master, live in zip(self.names, self.masters, self.live, strict=True):
             prefix = f"optimizer.{name}."
@@ -180,13 +180,13 @@ class Weights:
                 self.optimizer.state[master][entry.removeprefix(prefix)] = value
 
     def take(self, read: Callable[[dict[str, Tensor]], Any]) -> None:
-        """Load weights and optimizer state by a function that fills the tensors in place."""
+        """Load weights and optimizer state with a function that fills the tensors in place."""
         with torch.no_grad():
             read(self.tensors())
         self.publish()
 
     def _update_scale(self, is_finite: bool) -> None:
-        """Dynamic loss scaling in float16, against underflow: overflow halves the scale, which grows again later."""
+        """Dynamic loss scaling against underflow in float16: overflow halves the scale, which grows again later."""
         if self.scale == 1.0:
             return
         self.good_steps = self.good_steps + 1 if is_finite else 0
@@ -198,7 +198,7 @@ class Weights:
 
 def _move(master: Tensor, live: Tensor) -> None:
     """Add the gradient of a parameter to that of its master copy, and free it."""
-    grad = live.grad.to(master.device)  # cast there: half the bytes between GPU and host
+    grad = live.grad.to(master.device)  # cast after the copy: half the bytes between GPU and host
     if master.grad is None:
         master.grad = grad.float()
     else:

@@ -1,1 +1,1 @@
-"""Several processes train one model, servers elsewhere sample from it; and what a run on many cards would do."""
+"""Training one model with several processes, sampling from it on other servers, and simulating runs on many GPUs."""

@@ -29,17 +29,17 @@ _UNSUPPORTED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration",
 }
-_IGNORED = {  # variable: name of the setting, values that ask for nothing, what to do instead
+_IGNORED = {  # variable: name of the setting, values without an effect, what to do instead
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "models are not compiled in training"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "gradient_accumulation_steps",
         ("1", "auto"),
-        "say gradient_accumulation_steps in the configuration",
+        "set gradient_accumulation_steps in the configuration",
     ),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         "fsdp_activation_checkpointing",
         ("false",),
-        "say gradient_checkpointing=True in the configuration",
+        "set gradient_checkpointing=True in the configuration",
     ),
 }
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
@@ -47,7 +47,7 @@ FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 
 
 def accelerator() -> Any:
-    """The `Accelerator` of all processes that ``torchrun`` or ``accelerate launch`` started; else an error."""
+    """The `Accelerator` of all processes that ``torchrun`` or ``accelerate launch`` started."""
     try:
         from accelerate import Accelerator
     except ImportError:
@@ -61,37 +61,37 @@ def accelerator() -> Any:
         if is_on(DEEPSPEED):
             made = _with_deepspeed(is_cpu, world_size)
         else:
-            # On a CPU Accelerate joins processes of other launchers only with cpu=True. We shard the model ourselves:
-            # with FSDP on a CPU Accelerate silently trains a separate model in each process.
-            if is_on(FSDP):  # else transformers loads the weights in the first process only
+            # On a CPU, Accelerate joins processes of other launchers only with cpu=True. We shard the model ourselves:
+            # with FSDP on a CPU, Accelerate would silently train a separate model in each process.
+            if is_on(FSDP):  # otherwise transformers loads the weights in the first process only
                 os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
             with _unset(FSDP):
                 made = Accelerator(cpu=world_size > 1 and is_cpu, kwargs_handlers=_group_options(world_size))
     if made.num_processes != world_size:
         raise ValueError(
-            f"{world_size} processes were started (WORLD_SIZE), and Accelerate sees {made.num_processes}: each would "
-            "train a model of its own; start them with torchrun or accelerate launch, or one process alone"
+            f"{world_size} processes were started (WORLD_SIZE), but Accelerate sees {made.num_processes}: each would "
+            "train its own model; start them with torchrun or accelerate launch, or start a single process"
         )
     return made
 
 
 def _leave_group() -> None:
-    """Join the threads of the process group, while Python still runs: one that ends in its shutdown may abort it."""
+    """Join the threads of the process group before Python shuts down: one that ends during shutdown may abort it."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 @contextmanager
 def _rendezvous() -> Iterator[None]:
-    """Errors of the rendezvous (port in use, rank 0 missing) as one sentence."""
+    """Turn errors of the rendezvous (port in use, rank 0 missing) into a short ValueError."""
     try:
         yield
     except torch.distributed.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         said = " ".join(str(error).split("\n")[0].split())
         raise ValueError(
-            f"the processes do not meet at {where} ({said:.200}): if that port is in use, give another to the launcher "
-            "(--master_port of torchrun, --main_process_port of accelerate launch)"
+            f"the processes cannot connect at {where} ({said:.200}): if that port is in use, pass another one to the "
+            "launcher (--master_port of torchrun, --main_process_port of accelerate launch)"
         ) from error
 
 
@@ -103,28 +103,28 @@ def sharding() -> str:
 
 
 def sharded_states(accelerator: Any, kind: str) -> str:
-    """What is sharded, in the terms of the memory plan: ``fsdp2`` is everything, ``zero2`` all but the parameters."""
+    """What is sharded, as the memory plan names it: ``fsdp2`` is everything, ``zero2`` all but the parameters."""
     if kind != "zero":
         return kind
     return "fsdp2" if accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero2"
 
 
 def devices() -> int:
-    """Number of accelerators of this machine."""
+    """The number of accelerators of this machine."""
     return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
 
 def mixed_precision() -> str | None:
-    """The precision that a launcher's configuration asks for: ``bf16``, ``fp16`` or None."""
+    """The precision in the launcher's configuration: ``bf16``, ``fp16`` or None."""
     said = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if said not in ("no", "bf16", "fp16"):
-        raise ValueError(f"mixed_precision={said} of Accelerate is not known here: take bf16, fp16 or no")
+        raise ValueError(f"mixed_precision={said} of Accelerate is not supported: use bf16, fp16 or no")
     return None if said == "no" else said
 
 
 def _group_options(world_size: int, **more: Any) -> list[Any]:
-    """Options of the process group. Waiting for the rollouts of another process may take longer than PyTorch's default
-    timeout of ten minutes; a process that dies is noticed by the launcher."""
+    """Options of the process group. The timeout is long, because waiting for the rollouts of another process may take
+    longer than PyTorch's default of ten minutes. The launcher notices a process that dies."""
     from accelerate.utils import InitProcessGroupKwargs
 
     if world_size == 1 and not more:
@@ -134,7 +134,7 @@ def _group_options(world_size: int, **more: Any) -> list[Any]:
 
 def _with_deepspeed(is_cpu: bool, world_size: int) -> Any:
     if importlib.util.find_spec("deepspeed") is None:
-        raise ImportError("DeepSpeed is asked for, and it is not installed: pip install 'verifiers[deepspeed]'")
+        raise ImportError("this configuration needs DeepSpeed: pip install 'verifiers[deepspeed]'")
     from accelerate import Accelerator
 
     if is_cpu:
@@ -147,20 +147,20 @@ def _with_deepspeed(is_cpu: bool, world_size: int) -> Any:
         made = Accelerator(kwargs_handlers=handlers)
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    # Else transformers shards every model that it loads from here on; `ZeroWeights` shards its own copy.
+    # Otherwise transformers would shard every model that it loads from here on; `ZeroWeights` shards its own copy.
     made.state.deepspeed_plugin.zero3_init_flag = False
     unset_hf_deepspeed_config()
     return made
 
 
 def is_on(variable: str) -> bool:
-    """Is a flag of the environment set?"""
+    """Whether a flag in the environment is set."""
     return os.environ.get(variable, "false").lower() in ("1", "true")
 
 
 @contextmanager
 def _unset(variable: str) -> Iterator[None]:
-    """Remove a variable from the environment within the block."""
+    """Remove a variable from the environment during the block."""
     before = os.environ.pop(variable, None)
     try:
         yield
@@ -170,14 +170,14 @@ def _unset(variable: str) -> Iterator[None]:
 
 
 def _world_size() -> int:
-    """Number of processes, by the variables of torchrun, Accelerate or MPI."""
+    """The number of processes, from the variables of torchrun, Accelerate or MPI."""
     for rank, size in _RANK_VARIABLES.items():
         if rank in os.environ:
             return _integer(size, 1)
     if "MASTER_ADDR" in os.environ and is_on("ACCELERATE_USE_CPU"):
         raise ValueError(
-            "accelerate launch --cpu was asked for several processes and started one; start them with "
-            "torchrun --nproc_per_node N, or one process alone with --num_processes 1"
+            "accelerate launch --cpu started only one of several processes; start them with "
+            "torchrun --nproc_per_node N, or start a single process with --num_processes 1"
         )
     return 1
 
@@ -190,7 +190,7 @@ def _integer(variable: str, default: int) -> int:
     except ValueError:
         raise ValueError(
             f"{variable}={value:.50} in the environment is not a whole number: let a launcher set it (torchrun, "
-            "accelerate launch, vf train --launch), or unset it for one process alone"
+            "accelerate launch, vf train --launch), or unset it for a single process"
         ) from None
 
 
@@ -198,20 +198,20 @@ def _check_settings() -> None:
     for variable in (*_RANK_VARIABLES, *_RANK_VARIABLES.values(), "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         _integer(variable, 0)  # Accelerate and PyTorch read them, too
     if (world_size := _world_size()) > 1:
-        _integer("MASTER_PORT", 0)  # not of a single process: Kubernetes sets it for a service that is named "master"
+        _integer("MASTER_PORT", 0)  # only with several processes: Kubernetes sets it for a service named "master"
         if _rank() not in range(world_size):
-            raise ValueError(f"this is process {_rank()} of {world_size} (RANK, WORLD_SIZE): they count from 0")
+            raise ValueError(f"rank {_rank()} of {world_size} (RANK, WORLD_SIZE) is not valid: ranks count from 0")
     mixed_precision()
     for variable, name in _UNSUPPORTED.items():
         if is_on(variable):
             raise ValueError(
-                f"{name} is asked for ({variable}), and this trainer has DDP, FSDP2 and DeepSpeed ZeRO: take one of "
+                f"{name} ({variable}) is not supported, only DDP, FSDP2 and DeepSpeed ZeRO: use one of "
                 "configs/ddp.yaml, fsdp2.yaml, zero2.yaml, zero3.yaml"
             )
     if is_on(FSDP) and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(
-            "this configuration is for FSDP 1 (fsdp_version), and models are sharded by FSDP 2 here: say "
-            "fsdp_version: 2, as configs/fsdp2.yaml does"
+            "this configuration is for FSDP 1 (fsdp_version), but only FSDP 2 is supported: set fsdp_version: 2, "
+            "as in configs/fsdp2.yaml"
         )
     for variable, (name, neutral, instead) in _IGNORED.items():
         value = os.environ.get(variable, "").lower()
@@ -222,7 +222,7 @@ def _check_settings() -> None:
 
 
 def _warn_of_ignored_sections() -> None:
-    """Accelerate silently ignores sections of its configuration that are for another ``distributed_type``."""
+    """Warn about sections that Accelerate silently ignores, because they are for another ``distributed_type``."""
     path = _config_file()
     if path is None or _rank() != 0:
         return
@@ -236,14 +236,14 @@ def _warn_of_ignored_sections() -> None:
     for section, wanted in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
         if kind and kind != wanted and config.get(section):
             warnings.warn(
-                f"{path} has a section {section}, and Accelerate ignores it because it says distributed_type: {kind}; "
-                f"say distributed_type: {wanted} to shard the model",
+                f"{path} has a section {section}, but Accelerate ignores it because of distributed_type: {kind}; "
+                f"set distributed_type: {wanted} to shard the model",
                 stacklevel=5,
             )
 
 
 def _config_file() -> Path | None:
-    """The configuration file of ``accelerate launch``, from the command line of this process's ancestors."""
+    """The configuration file of ``accelerate launch``, from the command lines of this process's ancestors."""
     import psutil
 
     try:
@@ -265,7 +265,7 @@ def _rank() -> int:
 
 
 def all_gather(processes: Any, value: T) -> list[T]:
-    """All-gather: the values of all processes in the order of their ranks; a value is pickled."""
+    """All-gather: the values of all processes in the order of their ranks; values are pickled."""
     if processes is None or processes.num_processes == 1:
         return [value]
     from accelerate.utils import gather_object
@@ -275,13 +275,13 @@ def all_gather(processes: Any, value: T) -> list[T]:
 
 
 def gather_lists(processes: Any, values: list[T]) -> list[T]:
-    """The lists of all processes as one."""
+    """The lists of all processes, concatenated."""
     return [one for part in all_gather(processes, values) for one in part]
 
 
 @contextmanager
 def raise_everywhere(processes: Any) -> Iterator[None]:
-    """Raise in all processes what the block raises in one: none waits at a collective for a process that failed."""
+    """Raise an error of the block in all processes, so that none waits at a collective for a failed process."""
     error: Exception | None = None
     try:
         yield
@@ -295,12 +295,12 @@ def raise_everywhere(processes: Any) -> Iterator[None]:
 
 
 def shortfall(processes: Any, count: int) -> int:
-    """By how much this process's count is below the largest of all processes."""
+    """The difference between the largest count of all processes and this process's count."""
     return max(all_gather(processes, count)) - count
 
 
 def sum_gradients(processes: Any, masters: Sequence[Tensor]) -> None:
-    """All-reduce gradients by their sum; each process has divided its loss by the counts of all."""
+    """All-reduce gradients by their sum; each process has divided its loss by the total counts."""
     if processes is None or processes.num_processes == 1:
         return
     for master in masters:
@@ -310,7 +310,7 @@ def sum_gradients(processes: Any, masters: Sequence[Tensor]) -> None:
 
 
 def same_weights(processes: Any, model: Any) -> None:
-    """Broadcast the weights of rank 0: adapters and new models are initialised at random in each process."""
+    """Broadcast the weights of rank 0, because each process initialises adapters and new models at random."""
     if processes.num_processes == 1:
         return
     with torch.no_grad():

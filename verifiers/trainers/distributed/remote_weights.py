@@ -1,4 +1,4 @@
-"""Weights after each step → the servers that sample from them: by collectives, or as a folder that they read."""
+"""Sends the weights after each step to the servers that sample from them: by collectives, or as a folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from verifiers.trainers.sampler import Sampler
 class RemoteWeights:
     """Transfers weights to a model that is served elsewhere: rank 0 sends them, the other processes wait.
 
-    ``servers`` are `Samplers`, or what has their ``start``, ``send``, ``version`` and ``close``. ``version`` counts the
-    updates of the weights that arrived last.
+    ``servers`` is a `Samplers`, or an object with its ``start``, ``send``, ``version`` and ``close``. ``version`` is
+    the number of updates of the weights that arrived last.
     """
 
     def __init__(self, servers: Any, model: Any, tokenizer: Any) -> None:
@@ -46,7 +46,7 @@ class RemoteWeights:
 
 
 class _Folder:
-    """As `Samplers`, for a server that reads the weights from a folder."""
+    """Like `Samplers`, for a server that reads the weights from a folder."""
 
     def __init__(self, server: Any) -> None:
         self._server, self.version = server, 0
@@ -55,7 +55,7 @@ class _Folder:
         weakref.finalize(self, shutil.rmtree, private, ignore_errors=True)
 
     def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool) -> None:
-        """Name the weights that the server was started with, or send those of a resumed training."""
+        """Label the weights that the server started with, or send those of a resumed training."""
         self._model, self._tokenizer = model, tokenizer
         if is_sender and version:
             self.send(version)
@@ -64,14 +64,14 @@ class _Folder:
         self.version = version
 
     def send(self, version: int) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)  # read already, and there may be no room for two models
+        shutil.rmtree(self._folder, ignore_errors=True)  # it was read, and there may be no room for two models
         save_model(self._model, self._tokenizer, self._folder)
         load = self._server.reload_weights
         named = {"version": version} if "version" in inspect.signature(load).parameters else {}
         _run(load(self._folder, **named))
 
     def close(self) -> None:
-        """Nothing is held between two steps."""
+        """There is nothing to close between two steps."""
 
 
 def _run(sent: Any) -> None:
@@ -85,7 +85,7 @@ def _run(sent: Any) -> None:
 
 
 def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> RemoteWeights | None:
-    """The transfer of weights to the model behind a client; None if the client samples from this very model."""
+    """The transfer of weights to the model behind a client; None if the client samples from this model itself."""
     if client is None or isinstance(client, Sampler) or getattr(client, "engine_model", None) is model:
         return None
     if isinstance(client, Samplers) and server is None:
@@ -93,8 +93,8 @@ def remote_weights(client: Any, server: Any, model: Any, tokenizer: Any) -> Remo
     server = server if server is not None else client if hasattr(client, "reload_weights") else None
     if server is None:
         raise ValueError(
-            "client answers from elsewhere, and would go on with the old weights; pass client=vf.Samplers(url) for "
-            "servers that can be sent weights (`vf serve`, `vf-vllm`), or weight_server= (VLLMServer, or any object "
+            "the client samples from another model, which would keep the old weights; pass client=vf.Samplers(url) for "
+            "servers that accept weights (`vf serve`, `vf-vllm`), or weight_server= (VLLMServer, or any object "
             "with reload_weights(folder)), or leave client out to sample in this process"
         )
     return RemoteWeights(_Folder(server), model, tokenizer)

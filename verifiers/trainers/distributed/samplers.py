@@ -1,4 +1,4 @@
-"""Inference servers → the policy as one client: requests go to those with the newest weights, with failover."""
+"""Inference servers as one client for the policy: requests go to servers with the newest weights, with failover."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from verifiers.trainers.staleness import OtherWeightsError, with_versions
 
 logger = logging.getLogger("verifiers.trainers")
 
-HEALTH_CHECK_S = 1.0  # between two health checks of the servers
-POLL_S = 0.5  # between two looks at whether the server of a request is down
+HEALTH_CHECK_S = 1.0  # between health checks of the servers
+POLL_S = 0.5  # between checks whether the server of a request is down
 MAX_MISSES = 3  # failed health checks in a row before a server is down
-MAX_FAILURES = 3  # of one request
+MAX_FAILURES = 3  # of a single request
 TEST_PROMPT = "Count from one to ten."
 MAX_DIFFERENCE, MAX_DIFFERENCE_HALF = 0.05, 0.5  # of a token's logprob, in nats, in float32 and in half precision
 
@@ -55,9 +55,9 @@ class _Sampler:
 class Samplers:
     """One or more servers (`vf serve`, `vf-vllm`) that sample for a trainer and get its weights after each update.
 
-    ``servers`` are URLs, or a file with one on each line, which is read again and again: a server that is added to it
-    joins. The requests of one that goes down are sent to another; when it is back it gets the newest weights, then
-    requests. While none is up, requests wait, ``patience_s`` at most.
+    ``servers`` are URLs, or a file with one URL on each line. The file is reread regularly, so that servers can be
+    added to it. If a server goes down, its requests are sent to another one; when it is back, it gets the newest
+    weights before any requests. While no server is up, requests wait for at most ``patience_s``.
     """
 
     needs_no_model = True
@@ -78,9 +78,9 @@ class Samplers:
         self._samplers: dict[str, _Sampler] = {}
         for url in (str(one) for one in servers if "://" in str(one)):
             self._add(url)
-        self.lock = FairLock()  # held while the weights are updated, and while they are read to be sent
+        self.lock = FairLock()  # held while the weights are updated, and while they are read to send them
         self.version = 0
-        self._newest = 0  # version that is being sent or was sent last: servers may have it already
+        self._newest = 0  # the version that is being sent or was sent last; servers may already have it
         self._sending = threading.Lock()  # held while a server joins or weights are sent to all
         self._model: Any = None
         self._tokenizer: Any = None
@@ -102,13 +102,13 @@ class Samplers:
     # --- requests -------------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Completion:
-        """The completion of the least busy server; of another one if that goes down before it has answered."""
+        """The completion of the least busy server, or of another one if that server goes down before it answers."""
         end = time.monotonic() + (self.patience_s if request.timeout_s is None else request.timeout_s)
         failed: list[_Sampler] = []
         while True:
             sampler = await self._least_busy(end, failed)
             version = self.version
-            if not sampler.is_up:  # it failed to get this version
+            if not sampler.is_up:  # the server failed to get this version
                 continue
             sampler.in_flight += 1
             try:
@@ -119,7 +119,7 @@ class Samplers:
             except (ServerError, BadReplyError) as error:
                 if isinstance(error, OtherWeightsError):
                     self._mark_down(sampler, str(error))
-                # Else this request may be the cause: a server that does not work at all fails its health checks.
+                # Otherwise this request may be the cause; a server that does not work at all fails its health checks.
                 failed.append(sampler)
                 if len(failed) > MAX_FAILURES:
                     raise
@@ -142,32 +142,32 @@ class Samplers:
                 return min(up, key=lambda one: one.in_flight)
             if time.monotonic() > end:
                 reasons = "; ".join(f"{one.channel.where}: {one.reason}" for one in self._samplers.values())
-                raise EndpointDownError(f"no sampler is there ({reasons})")
+                raise EndpointDownError(f"no sampler is up ({reasons})")
             await asyncio.sleep(POLL_S / 5)
 
     async def _ask(self, sampler: _Sampler, request: Request, version: int) -> Completion | None:
-        """The reply, or None once the server is down: one that hangs never answers.
+        """The reply, or None once the server is down, because a server that hangs never answers.
 
-        ``version`` is that of the weights now: the oldest that the reply can be from.
+        ``version`` is the current weight version, which is the oldest that the reply can be from.
         """
         asked = asyncio.ensure_future(sampler.client.complete(request))
         try:
             while not asked.done() and sampler.is_up:
                 await asyncio.wait((asked,), timeout=POLL_S)
-            newest = self._newest if self._is_sender else None  # unknown in a process that sends nothing
+            newest = self._newest if self._is_sender else None  # a process that does not send weights cannot know it
             return with_versions(asked.result(), version, newest) if asked.done() else None
         finally:
             asked.cancel()
 
     def _mark_down(self, sampler: _Sampler, reason: str) -> None:
         if sampler.is_up:
-            logger.warning("the sampler %s is passed over: %s", sampler.channel.where, reason)
+            logger.warning("the sampler %s gets no requests for now: %s", sampler.channel.where, reason)
         sampler.is_up, sampler.reason = False, reason
 
     # --- weights --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse servers that are down or take no weights, before a model is loaded; `start` checks the rest."""
+        """Refuse servers that are down or cannot receive weights, before a model is loaded; `start` checks the rest."""
         for sampler in self._listed():
             try:
                 calls.run(sampler.channel.check)
@@ -177,11 +177,11 @@ class Samplers:
     def _listed(self) -> list[_Sampler]:
         self._read_files()
         if not self._samplers:
-            raise ValueError(f"{self._files[0]} names no server; write one URL on each line")
+            raise ValueError(f"{self._files[0]} lists no server; write one URL on each line")
         return list(self._samplers.values())
 
     def start(self, model: Any, tokenizer: Any, version: int, *, is_sender: bool = True) -> None:
-        """Send the weights to every server and check that it has this model; then monitor them until `close`."""
+        """Send the weights to every server and check that it serves this model; then monitor all until `close`."""
         self._model, self._tokenizer = model, tokenizer
         self.version = self._newest = version
         self._is_sender = is_sender
@@ -204,7 +204,7 @@ class Samplers:
             sampler.channel.close()
 
     def send(self, version: int) -> None:
-        """Send the weights to every server that is up. One that fails is down until it joins again."""
+        """Send the weights to every server that is up. A server that fails is down until it rejoins."""
         with self._sending:
             up = [one for one in self._samplers.values() if one.is_up]
             channels = [one.channel for one in up]
@@ -215,10 +215,10 @@ class Samplers:
             for sampler, error in zip(up, errors, strict=True):
                 if error is not None:
                     self._mark_down(sampler, str(error))
-            self.version = version  # last: a request made before this may be answered by the old weights
+            self.version = version  # set last: earlier requests may be answered by the old weights
 
     def _join(self, sampler: _Sampler) -> Error | None:
-        """Send a new or returning server the newest weights; requests go to it only after that."""
+        """Send the newest weights to a new or returning server, which gets requests only afterwards."""
         with self._sending:
             try:
                 if self._is_sender:
@@ -237,7 +237,7 @@ class Samplers:
             return None
 
     async def _check(self, sampler: _Sampler) -> None:
-        """Refuse a server with another tokenizer, or whose logprobs are not those of the weights it was sent."""
+        """Refuse a server that has another tokenizer, or whose logprobs do not match the weights it was sent."""
         writer = ChatWriter(self._tokenizer)
         is_chat = bool(getattr(self._tokenizer, "chat_template", None))
         text = _test_prompt(self._tokenizer)
@@ -249,7 +249,7 @@ class Samplers:
         )
         completion = await sampler.client.complete(request)
         if (tokens := completion.tokens) is None:
-            raise RequestRefusedError("it gives no token ids and logprobs; nothing can be learned from its replies")
+            raise RequestRefusedError("it returns no token ids and logprobs, which training needs")
         ours = (writer.prompt(prompt) if is_chat else writer.text_prompt(prompt))[1]
         if tokens.prompt_ids != ours:
             raise RequestRefusedError(
@@ -261,18 +261,18 @@ class Samplers:
         allowed = MAX_DIFFERENCE_HALF if is_half else MAX_DIFFERENCE
         if difference > allowed:
             raise RequestRefusedError(
-                f"it samples from other weights than it was sent: the logprobs of its tokens are {difference:.2g} away "
-                f"from this model's, and {allowed:g} is the most that rounding explains"
+                "it samples from other weights than it was sent: the logprobs of its tokens differ from this model's "
+                f"by {difference:.2g} on average, and rounding explains at most {allowed:g}"
             )
         with_versions(completion, self.version, self.version)
         if not tokens.weight_versions:
             logger.warning(
-                "%s does not say which weights made a token: a reply counts as being of the oldest that it can be from",
+                "%s does not report the weight version of tokens: a reply counts as from the oldest possible version",
                 sampler.channel.where,
             )
 
     def _mean_difference(self, tokens: Tokens) -> float:
-        """Mean absolute difference of the logprobs of a reply to this model's own."""
+        """The mean absolute difference between the logprobs of a reply and this model's own."""
         device, start = next(self._model.parameters()).device, len(tokens.prompt_ids) - 1
         with torch.no_grad():
             ids = torch.tensor([tokens.prompt_ids + tokens.completion_ids], device=device)
@@ -304,11 +304,11 @@ class Samplers:
                     self._add(line)
 
     async def _check_version(self, sampler: _Sampler) -> None:
-        """In a process that sends nothing: refuse a server until the sender has given it the newest weights."""
+        """In a process that does not send weights: refuse a server until it has received the newest ones."""
         await sampler.channel.find_model()
         version = str(await sampler.channel.get("/weight_info", "weight_version"))
         if not version.isdecimal() or int(version) < self.version:
-            raise RequestRefusedError(f"it has the weights of version {version} still")
+            raise RequestRefusedError(f"it still has the weights of version {version}")
 
     def _monitor(self) -> None:
         while not self._stop.wait(HEALTH_CHECK_S):
@@ -335,7 +335,7 @@ def _unfit(sampler: _Sampler, error: Error) -> ValueError:
 
 
 def _test_prompt(tokenizer: Any) -> str:
-    """A prompt that survives the tokenizer, whose vocabulary may be a few letters."""
+    """A prompt that the tokenizer, whose vocabulary may be a few letters, encodes without loss."""
     if tokenizer.decode(tokenizer.encode(TEST_PROMPT, add_special_tokens=False)) == TEST_PROMPT:
         return TEST_PROMPT
     return str(tokenizer.decode(range(min(len(tokenizer), 64)), skip_special_tokens=True))[:16] or "a"

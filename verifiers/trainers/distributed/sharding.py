@@ -1,9 +1,9 @@
 """A model and several processes → sharded weights that are trained, and the full model that they are gathered into.
 
-The module that a trainer was given keeps all its parameters: on the device if it is sampled from there, else on the
-host. A copy of it is trained, sharded by PyTorch's `fully_shard` (FSDP2) or by DeepSpeed (`distributed.zero`). The copy
-is made on the meta device and filled one parameter at a time. After each update its parameters are all-gathered into
-the full module, one at a time: sampling, weight transfer and checkpoints read them there.
+The module that a trainer was given keeps all its parameters: on the device if it samples there, else on the host. What
+is trained is a copy, sharded by PyTorch's `fully_shard` (FSDP2) or by DeepSpeed (`distributed.zero`). The copy is
+created on the meta device and filled one parameter at a time. After each update, its parameters are all-gathered into
+the full module, one at a time, for sampling, weight transfer and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Whole = Literal["sampled", "sent", "saved"]
 
 
 def make_weights(model: Any, config: TrainingConfig, processes: Any, kind: str, *, whole: Whole) -> Weights:
-    """The trained parameters of a model, sharded as the launcher asks: ``kind`` is that of `processes.sharding`.
+    """The trained parameters of a model, sharded as the launcher configured (``kind``, from `processes.sharding`).
 
-    ``whole`` says who reads the full model: ``sampled`` (every process after every step, on its device), ``sent`` (rank
-    0 after every step) or ``saved`` (rank 0 when it is saved).
+    ``whole`` is who reads the full model: ``sampled`` (every process after every step, on its device), ``sent`` (rank 0
+    after every step) or ``saved`` (rank 0 when the model is saved).
     """
     same_weights(processes, model)
     if kind == "none":
@@ -54,8 +54,8 @@ def check_sharding(config: TrainingConfig, processes: Any, kind: str) -> None:
         return
     if config.optim != "adamw":
         raise ValueError(
-            f"optim={config.optim!r} is for weights that each process holds whole: leave it out, {kind} shares the "
-            "optimizer out among the processes"
+            f"optim={config.optim!r} does not work with {kind}, which shards the optimizer over the processes: leave "
+            "optim out"
         )
     is_fp16 = config.fp16 or (not config.bf16 and mixed_precision() == "fp16")
     _check_kind(kind, in_4_bit=config.load_in_4bit, is_fp16=is_fp16)
@@ -68,17 +68,17 @@ def check_sharding(config: TrainingConfig, processes: Any, kind: str) -> None:
 def _check_kind(kind: str, *, in_4_bit: bool, is_fp16: bool) -> None:
     if in_4_bit:
         raise ValueError(
-            f"weights in 4 bits (load_in_4bit) are not shared out among processes, and {kind} is asked for: start them "
-            "as ddp, where each holds all of a model in 4 bits, or leave load_in_4bit out"
+            f"weights in 4 bits (load_in_4bit) cannot be sharded, so {kind} does not work: use ddp, where each process "
+            "holds the whole model in 4 bits, or leave load_in_4bit out"
         )
     if is_fp16:
-        raise ValueError("fp16=True does not go with a sharded model: take bf16=True")
+        raise ValueError("fp16=True does not work with a sharded model: use bf16=True")
 
 
 class Root(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """The root module of a sharded model; its forward pass calls any function of the model.
+    """The root module of a sharded model; its forward pass calls a given function.
 
-    Submodules of a sharded model have their parameters only within a forward pass of the root.
+    This is needed because submodules of a sharded model have their parameters only during a forward pass of the root.
     """
 
     def __init__(self, model: Any) -> None:
@@ -135,7 +135,7 @@ class ShardedWeights(Weights):
         self.publish_now(everywhere=True)
 
     def frozen(self) -> dict[str, Tensor]:
-        """Parameters that are not trained, for exporting a checkpoint; none of a model with adapters."""
+        """Parameters that are not trained, for exporting a checkpoint; empty for a model with adapters."""
         if hasattr(self.whole, "peft_config"):
             return {}
         found = self.whole.named_parameters()
@@ -152,7 +152,7 @@ class ShardedWeights(Weights):
         return [name for name in self.names if name in found]
 
     def refresh(self) -> None:
-        """Scatter parameters that others wrote to the full model, if all processes have them changed."""
+        """Scatter parameters of the full model that were changed from outside, if they changed in all processes."""
         if not self._is_sampled:
             return
         changed = [i for i, one in enumerate(self._whole) if one._version != self._versions[i]]
@@ -168,7 +168,7 @@ class ShardedWeights(Weights):
 class FSDPWeights(ShardedWeights):
     """Parameters sharded by `fully_shard`, one decoder layer at a time, on any device.
 
-    Shards are float32 and what the optimizer updates; a layer is all-gathered in the model's dtype.
+    The optimizer updates the shards, which are float32; a layer is all-gathered in the model's dtype.
     """
 
     def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
@@ -187,10 +187,10 @@ class FSDPWeights(ShardedWeights):
         super().__init__(model, sharded, config, processes, whole=whole)
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
-        (loss * self.processes.num_processes).backward()  # FSDP averages gradients, and the sum is wanted
+        (loss * self.processes.num_processes).backward()  # FSDP averages gradients, but we need their sum
 
     def collect(self) -> None:
-        """Hand the gradients to the optimizer: the backward pass has reduced them."""
+        """Pass the gradients to the optimizer; the backward pass has already reduced them."""
         for live, master in zip(self.live, self.masters, strict=True):
             master.grad = None if live.grad is None else live.grad.to_local()
             live.grad = None
@@ -203,13 +203,13 @@ class FSDPWeights(ShardedWeights):
         self.masters[i].copy_(self._shard_of(self.live[i], whole))
 
     def _shard_of(self, live: Any, whole: Tensor) -> Tensor:
-        """This process's shard of a full tensor of the shape of a parameter, on the tensor's device."""
+        """This process's shard of a full tensor that is shaped like a parameter, on the tensor's device."""
         (placement,), rank = live.placements, self._mesh.get_local_rank()
         shards = whole.detach().chunk(self._mesh.size(), placement.dim)
         return shards[rank] if rank < len(shards) else whole.detach().narrow(placement.dim, 0, 0)
 
     def spread(self, i: int, part: Tensor) -> Tensor:
-        """A shard as a DTensor, which distributed checkpoints write and read."""
+        """A shard as a DTensor, as needed for distributed checkpoints."""
         from torch.distributed.tensor import DTensor
 
         return DTensor(part, self.live[i]._spec, requires_grad=False)  # `from_local` would move it to another device
@@ -224,36 +224,36 @@ class FSDPWeights(ShardedWeights):
 
 
 def copy_with(model: Any, make_parameter: Callable[[Any], Any]) -> Any:
-    """A copy of a model with parameters made from its own; tied parameters stay tied."""
+    """A copy of a model with parameters that are made from its own; tied parameters stay tied."""
     return copy.deepcopy(model, {id(one): make_parameter(one) for one in model.parameters()})
 
 
 def _meta_parameter(parameter: Any) -> Any:
-    """A parameter on the meta device; in float32 if it is trained."""
+    """A copy of a parameter on the meta device; in float32 if the parameter is trained."""
     dtype = torch.float32 if parameter.requires_grad else parameter.dtype
     empty = torch.empty_like(parameter, dtype=dtype, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def layouts_on(model: Any, device: torch.device, *, is_here: bool) -> Layouts:
-    """The batch layouts in which a model's own forward is exact on a device, tested before the model is sharded.
+    """The batch layouts in which a model's own forward is exact on a device, proven before the model is sharded.
 
-    If the full model is not on the device (``is_here``), only its `first_layers` are tested there.
+    Unless the full model is on the device (``is_here``), only its `first_layers` are tested there.
     """
     if is_here:
         return TokenScorer(model, may_fuse=False).layouts
     try:
         return TokenScorer(first_layers(model).to(device), may_fuse=False).layouts
-    except ValueError:  # it cannot learn at all
+    except ValueError:  # the model cannot be trained at all
         raise
-    except Exception as error:  # foreign code, with fewer layers than its own
-        logger.warning("%s learns one sequence at a time: its first layers alone do not run", type(model).__name__)
+    except Exception as error:  # the model's own code may not run with fewer layers
+        logger.warning("%s is trained one sequence at a time: its first layers do not run alone", type(model).__name__)
         logger.debug("%r", error)
         return Layouts(rope_bounds=tuple(probe.rope_bounds(model.config)))
 
 
 def first_layers(model: Any) -> Any:
-    """A copy of a model with just enough layers to have each kind once; with all if they are not in one ModuleList."""
+    """A copy of a model with the fewest first layers that have every kind; all, if they are not in one ModuleList."""
     base = base_model(model)
     text = probe.text_config(base.config)
     lists = [one for one in base.modules() if isinstance(one, nn.ModuleList) and len(one) == text.num_hidden_layers]
@@ -264,7 +264,7 @@ def first_layers(model: Any) -> Any:
     kinds = [(type(layer), types[i] if types else None, shapes[i]) for i, layer in enumerate(layers)]
     count = 1 + max(kinds.index(kind) for kind in set(kinds))
     all_layers = layers._modules
-    layers._modules = dict(list(all_layers.items())[:count])  # for the time of the copy
+    layers._modules = dict(list(all_layers.items())[:count])  # only during the copy
     try:
         first = copy.deepcopy(model)
     finally:
@@ -296,12 +296,12 @@ def _fully_sharded(model: Any, mesh: Any, dtype: torch.dtype) -> Root:
 
 
 def _offloads(mesh: Any) -> bool:
-    """Are parameters and optimizer states kept on the host, and copied to the device for each pass?"""
+    """Whether parameters and optimizer states are kept on the host, and copied to the device for each pass."""
     return mesh.device_type != "cpu" and is_on("FSDP_OFFLOAD_PARAMS")
 
 
 def _decoder_layers(model: Any) -> list[Any]:
-    """The modules that transformers does not split between devices, or else the members of every ModuleList."""
+    """The modules that transformers does not split between devices; without any, the members of every ModuleList."""
     base = base_model(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     found = [one for one in base.modules() if type(one).__name__ in names]

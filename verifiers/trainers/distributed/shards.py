@@ -1,7 +1,7 @@
-"""Sharded weights ↔ a checkpoint folder: each process writes its shards, any number of processes read theirs.
+"""Sharded weights ↔ a checkpoint folder: each process writes its shards, and any number of processes can read them.
 
-The format is that of `torch.distributed.checkpoint`. Its entries: ``weights.NAME`` (trained, in float32),
-``optimizer.NAME.STATE``, and, unless adapters are trained, ``frozen.NAME``.
+The format is `torch.distributed.checkpoint`, with the entries ``weights.NAME`` (trained, in float32),
+``optimizer.NAME.STATE`` and, unless adapters are trained, ``frozen.NAME``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read(weights: Weights, path: Path) -> None:
 
 
 def read_whole(weights: ShardedWeights, saved: Mapping[str, Any]) -> None:
-    """Load weights and optimizer from a checkpoint of one process, which has full tensors."""
+    """Load weights and optimizer from a checkpoint of a single process, which has full tensors."""
     whole = {f"weights.{name}": one for name, one in zip(saved["names"], saved["masters"], strict=True)}
     for i, state in saved["optimizer"]["state"].items():
         whole |= {f"optimizer.{saved['names'][i]}.{key}": value for key, value in state.items()}
@@ -59,13 +59,13 @@ def read_whole(weights: ShardedWeights, saved: Mapping[str, Any]) -> None:
 
 
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the entries of a checkpoint by name."""
+    """The shapes of a checkpoint's entries, by name."""
     found: Mapping[str, Any] = dcp.FileSystemReader(path / FOLDER).read_metadata().state_dict_metadata
     return {name: tuple(one.size) for name, one in found.items()}
 
 
 def _full_weights(path: Path) -> dict[str, Tensor]:
-    """The full parameters of a checkpoint by name."""
+    """The full parameters of a checkpoint, by name."""
     wanted = {
         name: torch.empty(shape) for name, shape in shapes_of(path).items() if name.startswith(("weights.", "frozen."))
     }
@@ -75,7 +75,7 @@ def _full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
-    """Convert a checkpoint, sharded or not, to a folder of safetensors that transformers (adapters: peft) loads."""
+    """Convert a checkpoint, sharded or not, to a folder of safetensors that transformers (for adapters: peft) loads."""
     from transformers import AutoConfig, AutoTokenizer
 
     from verifiers.trainers.checkpoints import OWN_FILES, save_model
@@ -83,8 +83,8 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     checkpoint, path = Path(checkpoint), Path(path)
     is_sharded = (checkpoint / FOLDER / ".metadata").is_file()
     if not is_sharded and not any(checkpoint.glob("*.safetensors")):
-        raise ValueError(f"{checkpoint} is no checkpoint of a training: it has neither {FOLDER} nor safetensors")
-    if not is_sharded or (checkpoint / "adapter_config.json").is_file():  # adapters are also saved in full
+        raise ValueError(f"{checkpoint} is not a checkpoint of a training: it has neither {FOLDER} nor safetensors")
+    if not is_sharded or (checkpoint / "adapter_config.json").is_file():  # adapters are always saved in full
         shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(FOLDER, *OWN_FILES))
         return path
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -96,28 +96,28 @@ def export_checkpoint(checkpoint: str | Path, path: str | Path) -> Path:
     model.load_state_dict({name: one.to(dtype) for name, one in weights.items()}, strict=False, assign=True)
     model.tie_weights()
     if missing := [name for name, one in model.named_parameters() if one.is_meta]:
-        raise ValueError(f"{checkpoint} is a checkpoint of another model: it has no {missing[0]}")
+        raise ValueError(f"{checkpoint} does not hold all weights of its model: {missing[0]} is missing")
     save_model(model, tokenizer, path)
     return path
 
 
 @contextmanager
 def readable(path: Path | None) -> Iterator[None]:
-    """Errors about truncated or overwritten files of a checkpoint as one sentence."""
+    """Turn errors about truncated or overwritten files of a checkpoint into a short ValueError."""
     try:
         yield
     except OSError:
         raise
-    except (dcp.CheckpointException, Exception) as error:  # many types; CheckpointException is no Exception
+    except (dcp.CheckpointException, Exception) as error:  # many types; CheckpointException is not an Exception
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         said = lines[-1] if isinstance(error, dcp.CheckpointException) else f"{type(error).__name__}: {lines[0]}"
         raise ValueError(
-            f"{path} is damaged and cannot be read ({said:.200}); go on from an earlier checkpoint, as in --resume PATH"
+            f"{path} is damaged and cannot be read ({said:.200}); resume from an earlier checkpoint (--resume PATH)"
         ) from error
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of its own functions
+        warnings.simplefilter("ignore")  # PyTorch warns about its own functions
         yield

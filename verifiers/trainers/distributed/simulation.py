@@ -1,20 +1,20 @@
 """Throughput measured on one GPU → predicted utilisation of a run on many: a discrete-event simulation, without torch.
 
-What is assumed:
+Assumptions:
 
-- Sampler replicas are alike. Each decodes up to ``slots`` sequences at once, every one at ``tokens_per_s_alone`` until
-  together they reach ``tokens_per_s_full``, which they then share equally. Both figures include prefill.
-- A rollout alternates a turn of the model and a wait for its environment; each turn goes to the least busy replica.
-  Tokens of a turn and waits are drawn from log-normal distributions (``sigma`` 0: always the mean), all independent.
-- No more than ``max_staleness + 1`` batches are started ahead of the weights; 0 is synchronous. An update takes the
-  oldest rollouts that are ready, and waits for those that would be too stale for the next update.
-- An update takes ``8 × parameters`` FLOPs a token (forward, backward, and the forward that checkpointing repeats), at
-  the measured share of the peak (``mfu``). It is assumed to scale with the trainer's GPUs, which is too optimistic for
-  small batches.
-- Then all samplers pause for the weight transfer: its bytes at ``sync_gb_per_s`` (to all at once, as a broadcast
-  does), and ``sync_latency_s``. With ``colocated`` GPUs the samplers pause during the update, too.
-- Scoring takes ``score_s`` of one of ``env_workers`` workers for each rollout.
-- Nothing fails, and nobody else uses the network.
+- Sampler replicas are identical. Each decodes up to ``slots`` sequences at once. Each sequence runs at
+  ``tokens_per_s_alone`` until they reach ``tokens_per_s_full`` together, which they then share equally. Both figures
+  include prefill.
+- A rollout alternates between a turn of the model and a wait for its environment. Each turn goes to the least busy
+  replica. Tokens per turn and waits are independent log-normal samples (``sigma`` 0: always the mean).
+- At most ``max_staleness + 1`` batches are started ahead of the weights; 0 is synchronous. An update takes the oldest
+  rollouts that are ready, and waits for those that would be too stale for the next update.
+- An update takes ``8 × parameters`` FLOPs per token (forward, backward, and the forward that checkpointing repeats) at
+  the measured share of the peak (``mfu``). It scales with the trainer's GPUs, which is optimistic for small batches.
+- Then all samplers pause for the weight transfer, which takes its bytes at ``sync_gb_per_s`` (to all at once, as in a
+  broadcast) plus ``sync_latency_s``. With ``colocated`` GPUs, the samplers also pause during the update.
+- Scoring a rollout occupies one of ``env_workers`` workers for ``score_s``.
+- Nothing fails, and the network has no other users.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 BYTES_PER_PARAMETER = 2  # weights are sent in bf16
-FLOPS_PER_PARAMETER = 8  # and token
+FLOPS_PER_PARAMETER = 8  # per token
 AT_LEAST_1 = ("sampler_gpus", "gpus_a_replica", "slots", "turns", "env_workers", "trainer_gpus", "batch", "steps")
 MAX_VALUE, MAX_SIGMA, MAX_TURNS = 1e18, 10, 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run: the throughput measured on one GPU, and the sizes of everything."""
+    """A run: the throughput measured on one GPU, and all sizes."""
 
     parameters: float = 8e9
     # the samplers
@@ -84,22 +84,22 @@ class Setup:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0")
         if self.mfu > 1:
-            raise ValueError(f"mfu={self.mfu!r} is a share of the peak, at most 1")
+            raise ValueError(f"mfu={self.mfu!r} must be at most 1: it is a share of the peak")
         if self.sampler_gpus % self.gpus_a_replica:
             raise ValueError(
-                f"{self.sampler_gpus} GPUs of samplers are no multiple of gpus_a_replica={self.gpus_a_replica}"
+                f"sampler_gpus={self.sampler_gpus} must be a multiple of gpus_a_replica={self.gpus_a_replica}"
             )
         if self.colocated and self.trainer_gpus != self.sampler_gpus:
             raise ValueError(
-                f"colocated: the same cards sample and learn, so that trainer_gpus={self.trainer_gpus} must be "
+                f"with colocated=True the same GPUs sample and train: trainer_gpus={self.trainer_gpus} must equal "
                 f"sampler_gpus={self.sampler_gpus}"
             )
         if self.tokens_per_s_full < self.tokens_per_s_alone:
-            raise ValueError("tokens_per_s_full is of all sequences together, and not below tokens_per_s_alone")
+            raise ValueError("tokens_per_s_full is of all sequences together: it cannot be below tokens_per_s_alone")
         if (turns := (self.steps + 2 * self.max_staleness + 2) * self.batch * self.turns) > MAX_TURNS:
             raise ValueError(
-                f"{turns:,} turns would have to be played out, and {MAX_TURNS:,} take minutes: take fewer of steps, "
-                "max_staleness, batch or turns (a tenth of the cards with a tenth of the batch is about the same)"
+                f"{turns:,} turns are too many to simulate (at most {MAX_TURNS:,}, which take minutes): reduce steps, "
+                "max_staleness, batch or turns (a tenth of the GPUs with a tenth of the batch gives about the same)"
             )
 
     @property
@@ -115,7 +115,7 @@ class Setup:
         return self.parameters * BYTES_PER_PARAMETER / (self.sync_gb_per_s * 1e9) + self.sync_latency_s
 
     def update_s(self, tokens: float) -> float:
-        """Seconds of one update on so many tokens."""
+        """Seconds of one update on this number of tokens."""
         if self.train_s is not None:
             return self.train_s
         return FLOPS_PER_PARAMETER * self.parameters * tokens / (self.trainer_gpus * self.peak_tflops * 1e12 * self.mfu)
@@ -123,10 +123,10 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Steady state of a simulated run: the first steps, which fill the pipeline, are left out."""
+    """The steady state of a simulated run, without the first steps, which fill the pipeline."""
 
     step_s: float
-    sampler_use: float  # sampled tokens ÷ what replicas with all slots busy would have sampled
+    sampler_use: float  # sampled tokens ÷ tokens that the replicas would have sampled with all slots busy
     trainer_use: float  # share of the time spent in updates
     sync_share: float  # share of the time spent in weight transfer
     mean_staleness: float
@@ -148,7 +148,7 @@ class _Rollout:
 
 
 class _Replica:
-    """One sampler replica. ``served`` are the tokens that a sequence running since the start would have got so far."""
+    """One sampler replica. ``served`` is the number of tokens of a sequence that had run since the start."""
 
     __slots__ = ("alone", "at", "full", "is_paused", "next_end", "running", "served", "slots", "waiting")
 
@@ -158,7 +158,7 @@ class _Replica:
         self.running: list[tuple[float, int, _Rollout]] = []  # a heap by the value of `served` at which they end
         self.waiting: deque[tuple[float, _Rollout]] = deque()
         self.is_paused = False
-        self.next_end = math.inf  # time of the event at which its next sequence ends
+        self.next_end = math.inf  # time of the event at which the next sequence ends
 
     @property
     def load(self) -> int:
@@ -166,7 +166,7 @@ class _Replica:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of each sequence."""
+        """Tokens per second of each sequence."""
         return 0.0 if self.is_paused or not self.running else min(self.alone, self.full / len(self.running))
 
     def advance(self, now: float) -> None:
@@ -180,7 +180,7 @@ class _Replica:
 
 
 class _Simulation:
-    """A queue of events: time, order among equal times, function, argument."""
+    """A queue of events: (time, order among equal times, function, argument)."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -189,11 +189,11 @@ class _Simulation:
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self.order = itertools.count()
         self.replicas = [_Replica(setup) for _ in range(setup.replicas)]
-        self.loads = [(0, i) for i in range(setup.replicas)]  # a heap; an entry whose load has changed is skipped
+        self.loads = [(0, i) for i in range(setup.replicas)]  # a heap; entries with an outdated load are skipped
         self.version = self.started = 0
         self.in_flight: Counter[int] = Counter()  # rollouts by the version they started with
         self.ready: list[tuple[int, int, _Rollout]] = []  # a heap by version
-        self.num_ready: Counter[int] = Counter()  # those of `ready`, by version
+        self.num_ready: Counter[int] = Counter()  # the number of rollouts in `ready`, by version
         self.is_training = False
         self.busy_workers = 0
         self.to_score: deque[_Rollout] = deque()
@@ -215,7 +215,7 @@ class _Simulation:
     # --- rollouts -------------------------------------------------------------------------------------------------
 
     def start_rollouts(self) -> None:
-        """As many as the bound on staleness allows."""
+        """Start as many rollouts as the bound on staleness allows."""
         while self.started < (self.version + self.setup.max_staleness + 1) * self.setup.batch:
             self.started += 1
             self.in_flight[self.version] += 1
@@ -256,7 +256,7 @@ class _Simulation:
         replica.next_end = math.inf
         replica.advance(self.now)
         ended = []
-        # Late in a long run what is left may be below the resolution of the floats.
+        # Late in a long run, the remaining tokens may be below the resolution of a float.
         tolerance = 1e-6 + 2 * (math.ulp(replica.served) + replica.rate * math.ulp(self.now))
         while replica.running and replica.running[0][0] <= replica.served + tolerance:
             ended.append(heapq.heappop(replica.running)[2])
@@ -302,7 +302,7 @@ class _Simulation:
         self.schedule(update_s, self.sync)
 
     def would_be_too_stale(self) -> bool:
-        """Would an update now leave more rollouts of some version than later updates can take in time?"""
+        """Whether an update now would leave more rollouts of some version than later updates can take in time."""
         batch, left, taken = self.setup.batch, 0, self.setup.batch
         for version in range(self.version - self.setup.max_staleness, self.version + 1):
             ready = self.num_ready[version]
@@ -341,7 +341,7 @@ def _lognormal(generator: random.Random, mean: float, sigma: float) -> float:
 
 
 def simulate(setup: Setup) -> Prediction:
-    """Simulate a run, and predict its step time and the utilisation of its parts.
+    """Simulate a run to predict its step time and the utilisation of its parts.
 
     >>> alike = dict(tokens_sigma=0, env_sigma=0, turns=1, tokens_a_turn=100, env_s=0, score_s=0, parameters=0)
     >>> small = Setup(**alike, sampler_gpus=2, slots=4, batch=8, tokens_per_s_alone=50, tokens_per_s_full=200,
@@ -355,7 +355,7 @@ def simulate(setup: Setup) -> Prediction:
     first, last = simulation.ends[skipped - 1], simulation.ends[-1]
     took, sampled, trained, synced = (end - begin for end, begin in zip(last, first, strict=True))
     if took <= 0:
-        raise ValueError("a step takes no time with these figures, or less than can be told apart from the rest")
+        raise ValueError("with these figures a step takes no time, or less than the resolution of the simulation")
     step_s, sync_share, trainer_use = took / setup.steps, synced / took, trained / took
     sampler_use = sampled / (took * setup.replicas * setup.tokens_per_s_full)
     seen = simulation.staleness[skipped * setup.batch :]
@@ -376,9 +376,9 @@ def _bottleneck(setup: Setup, sampler_use: float, trainer_use: float, sync_share
     if setup.score_s * setup.batch / setup.env_workers > 0.9 * step_s:
         return "scoring: more env_workers"
     if trainer_use + sync_share > 0.95:
-        return "the trainer: more of the GPUs for it" if trainer_use > sync_share else "the network: weights take long"
+        return "the trainer: give it more GPUs" if trainer_use > sync_share else "the network: weights take long"
     if setup.max_staleness == 0:
-        return "waiting for one another: max_staleness of 1 or more"
+        return "waiting for each other: set max_staleness to 1 or more"
     if sampler_use < 0.5:
-        return "how long one rollout takes: more at once (max_staleness, batch); samplers would do with fewer GPUs"
-    return "the samplers: more of the GPUs for them, or more slots and rollouts at once"
+        return "the length of a rollout: start more at once (max_staleness, batch), or give the samplers fewer GPUs"
+    return "the samplers: give them more GPUs, or more slots and rollouts at once"

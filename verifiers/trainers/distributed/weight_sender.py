@@ -1,4 +1,4 @@
-"""Weights of a model → inference servers, by collectives of gloo or NCCL, through vLLM's weight transfer endpoints."""
+"""Sends weights to inference servers, by gloo or NCCL collectives, through vLLM's weight transfer endpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verifiers.trainers.memory.optimizers import bitsandbytes
 
 OLDEST_VLLM = (0, 32)
 INFO_S = 30.0  # timeout of requests for a server's settings and version
-QUICK_S = 120.0  # timeout of requests that move no weights: a server that hangs holds up a training no longer
+QUICK_S = 120.0  # timeout of requests that move no weights: the longest that a hanging server delays a training
 ADAPTER, BASE = re.compile(r"\.lora_|\.modules_to_save\."), ".base_layer"
 RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
 
@@ -43,9 +43,9 @@ class Parameter:
 
 
 def parameters_of(model: Any) -> list[Parameter]:
-    """The tensors of the model without adapters, by its own names: adapters (LoRA) are merged when they are read.
+    """The tensors of the model under the names they have without adapters; adapters (LoRA) are merged when read.
 
-    Weights in 4 bits are sent dequantized, in the dtype that they are computed in.
+    Weights in 4 bits are dequantised to the dtype of their computation.
     """
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
     found = []
@@ -77,7 +77,7 @@ def _read(parameter: Any, layer: Any) -> Tensor:
 
 
 class WeightChannel:
-    """A server that takes weights, and the process group that it shares with this process."""
+    """A server that receives weights, and the process group that it shares with this process."""
 
     def __init__(self, control: ServerControl) -> None:
         self.control = control
@@ -85,7 +85,7 @@ class WeightChannel:
         self.is_ours = False
         self.failure: Error | None = None
         self._channel: GlooChannel | NcclChannel | None = None
-        self._sent: tuple[str, ...] = ()  # versions that it may have: the last one sent, and the one before
+        self._sent: tuple[str, ...] = ()  # versions that the server may have: the last one sent, and the one before
 
     @property
     def where(self) -> str:
@@ -95,7 +95,7 @@ class WeightChannel:
         """Check the server, and join a process group with its workers; RequestRefusedError if that is impossible."""
         backend = await self.check()
         if self._sent:
-            self._sent = (*self._sent[:2], "0")  # it may have been restarted
+            self._sent = (*self._sent[:2], "0")  # the server may have been restarted
         await self._check_owner()
         await self.find_model()
         world_size = 1 + await self.get("/get_world_size", "world_size")
@@ -119,18 +119,18 @@ class WeightChannel:
         self.model = str(listed[0]["id"]) if listed else ""
 
     async def check(self) -> str:
-        """The backend of weight transfer, gloo or nccl; RequestRefusedError if this process has none in common."""
+        """The backend of weight transfer, gloo or nccl; RequestRefusedError if this process does not support it."""
         await self._check_version()
         backend = await self._backend()
         if backend == "nccl" and backend_here() != "nccl":
             raise RequestRefusedError(
-                f"{self.where} takes weights by NCCL, and this trainer is not on CUDA; start it with "
+                f"{self.where} receives weights with NCCL, but this trainer is not on CUDA; start the server with "
                 '`vf-vllm … --weight-transfer-config \'{"backend": "gloo"}\'`'
             )
         return backend
 
     async def _get(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Status and JSON object of a GET request; 404 for a reply that is no JSON object."""
+        """Status and JSON object of a GET request; 404 for a reply that is not a JSON object."""
         status, text = await self.control.send("GET", path, None, min(self.control.timeout_s, INFO_S))
         if status not in (404, 405):
             self.control.check("GET", path, status, text)
@@ -144,16 +144,16 @@ class WeightChannel:
         """One value of the JSON object at a path."""
         status, found = await self._get(path)
         if name not in found:
-            raise RequestRefusedError(f"GET {path}: {status}, and no {name!r} in it; is this `vf serve` or vLLM?")
+            raise RequestRefusedError(f"GET {path}: {status}, without {name!r}; is this server `vf serve` or vLLM?")
         return found[name]
 
     async def _check_owner(self) -> None:
-        """Refuse a server that has got weights of another trainer since it was sent ours."""
+        """Refuse a server that received weights from another trainer after ours."""
         version = str((await self._get("/weight_info"))[1].get("weight_version", ""))
         if self._sent and version.isdecimal() and version not in self._sent:
             raise RequestRefusedError(
-                f"another trainer sends it weights (it has version {version}, and was sent {self._sent[0]} from here): "
-                "give each training samplers of its own"
+                f"another trainer sends weights to it (it has version {version}, but was sent {self._sent[0]} from "
+                "here): give each training its own samplers"
             )
 
     async def _check_version(self) -> None:
@@ -167,8 +167,8 @@ class WeightChannel:
         number = tuple(int(part) for part in re.findall(r"\d+", str(found.get("version")))[:2])
         if not self.is_ours and number < OLDEST_VLLM:
             raise RequestRefusedError(
-                f"{self.where} is vLLM {found.get('version')}, which cannot be sent weights in this way; 0.32 or later "
-                "can (pip install -U vllm)"
+                f"{self.where} is vLLM {found.get('version')}, which cannot be sent weights; update it to 0.32 or "
+                "later (pip install -U vllm)"
             )
 
     async def _backend(self) -> str:
@@ -177,8 +177,8 @@ class WeightChannel:
         backend = config.get("backend") if isinstance(config, dict) else None
         if backend not in ("gloo", "nccl"):
             raise RequestRefusedError(
-                f"{self.where} takes no weights by gloo or NCCL (weight_transfer_config: {config}); start it with "
-                '`vf-vllm`, which says so to vLLM, or with --weight-transfer-config \'{"backend": "nccl"}\''
+                f"{self.where} does not receive weights with gloo or NCCL (weight_transfer_config: {config}); start it "
+                'with `vf-vllm`, which sets this, or with --weight-transfer-config \'{"backend": "nccl"}\''
             )
         is_one_card = self.is_ours and info.get("card") is not None and info["card"] == card_here()
         return "gloo" if is_one_card else str(backend)
@@ -191,18 +191,18 @@ class WeightChannel:
         await self._post("/start_weight_update")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send one tensor; once the server is lost this does nothing, and `failure` says why."""
+        """Send one tensor. If the connection is lost, `failure` is set, and later calls do nothing."""
         channel = self._channel
         if channel is None:
             return
         try:
             channel.broadcast(tensor.to(channel.device).contiguous())
-        except RuntimeError as error:  # of gloo or NCCL: the server is gone
-            self.failure = ConnectionFailedError(f"{self.where} was lost: {first_line(error)}")
+        except RuntimeError as error:  # from gloo or NCCL: the server is gone
+            self.failure = ConnectionFailedError(f"the connection to {self.where} was lost: {first_line(error)}")
             self.close()
 
     async def end(self, version: int) -> None:
-        """All tensors were sent: set their version, drop the KV cache of the old weights, and resume requests."""
+        """After all tensors: set their version, drop the KV cache of the old weights, and resume requests."""
         self._sent = (str(version), *self._sent[:1])
         await self._post("/finish_weight_update", {"weight_version": str(version)})
         await self._post(RESET_CACHE)
@@ -218,7 +218,7 @@ class WeightChannel:
 
 
 async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel], version: int) -> list[Error | None]:
-    """Send weights to all servers, reading each tensor once; for each server its error, or None."""
+    """Send weights to all servers, reading each tensor once; returns an error or None for each server."""
     update = {
         "names": [one.name for one in parameters],
         "dtype_names": [str(one.dtype).removeprefix("torch.") for one in parameters],
@@ -245,7 +245,7 @@ async def send(parameters: Sequence[Parameter], channels: Sequence[WeightChannel
 
 
 async def _error_of(channel: WeightChannel, step: Callable[[WeightChannel], Awaitable[None]]) -> Error | None:
-    """The error of a step, after which this process leaves the group with the server; None if there was none."""
+    """Run a step, and return its error or None; after an error, this process leaves the group with the server."""
     try:
         await step(channel)
     except Error as error:
@@ -255,7 +255,7 @@ async def _error_of(channel: WeightChannel, step: Callable[[WeightChannel], Awai
 
 
 async def _both(request: Any, work: Any, close: Any) -> None:
-    """A request that the server answers once its side has joined, and joining on our side, in a thread."""
+    """Run a request that the server answers once it has joined, while our side joins in a thread."""
     asked = asyncio.ensure_future(request)
     worked = asyncio.ensure_future(asyncio.to_thread(work))
     await asyncio.wait((asked, worked), return_when=asyncio.FIRST_EXCEPTION)
@@ -266,7 +266,7 @@ async def _both(request: Any, work: Any, close: Any) -> None:
     if worked.done() and (failed := worked.exception()) is not None:
         close()
         try:
-            await asyncio.wait_for(asked, 5.0)  # the server's own error is the better reason
+            await asyncio.wait_for(asked, 5.0)  # prefer the server's own error
         except TimeoutError:
             pass
         raise RequestRefusedError(f"the weights were not sent: {first_line(failed)}") from failed

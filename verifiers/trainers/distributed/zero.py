@@ -1,4 +1,4 @@
-"""A model and DeepSpeed → weights sharded by ZeRO: optimizer and gradients (stage 2), parameters too (stage 3)."""
+"""Weights sharded by DeepSpeed ZeRO: optimizer state and gradients (stage 2), and also parameters (stage 3)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.autograd.graph import increment_version
 from verifiers.trainers.base_config import TrainingConfig
 from verifiers.trainers.distributed.sharding import Root, ShardedWeights, Whole, copy_with, layouts_on
 
-REPLACED_SECTIONS = ("optimizer", "scheduler")  # of DeepSpeed's configuration: the trainer's own are used
+REPLACED_SECTIONS = ("optimizer", "scheduler")  # of DeepSpeed's configuration; the trainer uses its own
 MOMENTS = ("exp_avg", "exp_avg_sq")  # states that AdamW has for each parameter
 
 
 class ZeroWeights(ShardedWeights):
-    """Trained parameters that DeepSpeed shards; it keeps their float32 copies and updates them.
+    """Trained parameters that DeepSpeed shards; DeepSpeed keeps their float32 copies and updates them.
 
-    Up to stage 2 every process has the full parameters, which are also the ones that are sampled from.
+    Up to stage 2, every process has the full parameters and also samples from them.
     """
 
     def __init__(self, model: Any, config: TrainingConfig, processes: Any, *, whole: Whole) -> None:
@@ -34,13 +34,13 @@ class ZeroWeights(ShardedWeights):
         self.stage = int(settings["zero_optimization"]["stage"])
         self._layouts = layouts_on(model, processes.device, is_here=whole == "sampled" or self.stage < 3)
         sharded = model
-        if self.stage == 3:  # on the same storage: DeepSpeed copies its shard and drops the reference
+        if self.stage == 3:  # on the same storage, because DeepSpeed copies its shard and drops the reference
             sharded = copy_with(model, lambda one: nn.Parameter(one.detach(), one.requires_grad))
         super().__init__(model, sharded, config, processes, whole=whole)
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.0  # `initialize` makes a step, to allocate the optimizer's state
+            group["lr"] = 0.0  # `initialize` makes a step to allocate the optimizer's state
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DeepSpeed warns of versions of torch
+            warnings.simplefilter("ignore")  # DeepSpeed warns about versions of torch
             if self.stage == 3:
                 deepspeed.zero.Init(module=sharded, config_dict_or_path=settings)
             self.root, *_ = deepspeed.initialize(
@@ -54,16 +54,16 @@ class ZeroWeights(ShardedWeights):
 
     @property
     def _inner(self) -> Any:
-        """The optimizer that DeepSpeed's wraps."""
+        """The optimizer that DeepSpeed's optimizer wraps."""
         return self.root.optimizer.optimizer
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         self.root.set_gradient_accumulation_boundary(is_last)
-        self.root.backward(loss * self.processes.num_processes)  # DeepSpeed averages gradients, and the sum is wanted
+        self.root.backward(loss * self.processes.num_processes)  # DeepSpeed averages gradients; undo it
         self._has_gradients = True
 
     def collect(self) -> None:
-        """The backward pass has reduced the gradients."""
+        """Do nothing, because the backward pass has already reduced the gradients."""
 
     def step(self, learning_rate: float) -> float:
         if not self._has_gradients:
@@ -76,7 +76,7 @@ class ZeroWeights(ShardedWeights):
         norm = 0.0 if norm is None else float(norm)
         self.publish()
         self.check_finite("after a step")
-        return norm if norm >= 0 else math.inf  # -1: overflow, the step was skipped
+        return norm if norm >= 0 else math.inf  # -1 means an overflow: the step was skipped
 
     def clear(self) -> None:
         self.root.optimizer.zero_grad()
@@ -99,11 +99,11 @@ class ZeroWeights(ShardedWeights):
             live.ds_tensor.data.copy_(shard)
         else:
             safe_set_full_fp32_param(live, whole.float())
-        if live.numel() == whole.numel():  # small parameters are not sharded at stage 3 either
+        if live.numel() == whole.numel():  # small parameters are not sharded even at stage 3
             live.data.copy_(whole)
 
     def _shard_of(self, live: Any, whole: Tensor) -> Tensor:
-        """This process's shard of a full tensor of the shape of a parameter; the last rank's is padded."""
+        """This process's shard of a full tensor that is shaped like a parameter; the last rank's shard is padded."""
         size, flat = live.ds_tensor.numel(), whole.float().flatten()
         padded = torch.nn.functional.pad(flat, (0, size * self.processes.num_processes - flat.numel()))
         return padded.narrow(0, size * self.processes.process_index, size)
@@ -127,7 +127,7 @@ class ZeroWeights(ShardedWeights):
         if self.stage == 3:
             super().publish_now(everywhere=everywhere)
             return
-        increment_version(self.live)  # DeepSpeed's writes do not raise version counters
+        increment_version(self.live)  # DeepSpeed writes without incrementing version counters
         self._versions = [one._version for one in self._whole]
 
     def refresh(self) -> None:
@@ -141,7 +141,7 @@ class ZeroWeights(ShardedWeights):
         return {name: tuple(one.shape) for name, one in zip(self.names, self._whole, strict=True)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Gather one parameter at a time; each process keeps every n-th, which it is to write."""
+        """Gather one parameter at a time; of n processes, each keeps every n-th parameter to write it."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         found = {}
@@ -193,12 +193,12 @@ class ZeroWeights(ShardedWeights):
 
 
 def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str, Any]:
-    """The launcher's DeepSpeed configuration, with the values that the trainer decides."""
+    """The launcher's DeepSpeed configuration, with the values that the trainer determines."""
     settings: dict[str, Any] = copy.deepcopy(processes.state.deepspeed_plugin.deepspeed_config)
     for name in REPLACED_SECTIONS:
         if settings.pop(name, None) is not None:
             warnings.warn(
-                f"{name} of DeepSpeed's configuration has no effect here: say it in the trainer's", stacklevel=6
+                f"{name} of DeepSpeed's configuration has no effect here: set it in the trainer's", stacklevel=6
             )
     zero = settings["zero_optimization"]
     hidden = model.config.get_text_config().hidden_size
@@ -213,23 +213,23 @@ def settings_of(model: Any, config: TrainingConfig, processes: Any) -> dict[str,
         settings.pop(name, None)
     return {
         **settings,
-        "train_micro_batch_size_per_gpu": 1,  # the trainer makes micro-batches by tokens
+        "train_micro_batch_size_per_gpu": 1,  # the trainer sizes micro-batches by tokens
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm or 0.0,
         "bf16": {"enabled": is_half},
         **({"data_types": {"grad_accum_dtype": "fp32"}} if is_half else {}),
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # the trainer's optimizer serves for offloading, too
+        "zero_force_ds_cpu_optimizer": False,  # the trainer's optimizer also works with offloading
     }
 
 
 def check_settings(config: TrainingConfig, processes: Any) -> None:
-    """Refuse a DeepSpeed configuration that shards nothing, or whose batch sizes are not the trainer's."""
+    """Refuse a DeepSpeed configuration that shards nothing, or whose batch sizes differ from the trainer's."""
     settings, count = processes.state.deepspeed_plugin.deepspeed_config, processes.num_processes
     stage = int(settings["zero_optimization"].get("stage", 0))
     if stage not in (1, 2, 3):
         raise ValueError(
-            f"zero_stage: {stage} shards nothing: take 2 or 3 (configs/zero2.yaml, zero3.yaml), or configs/ddp.yaml"
+            f"zero_stage: {stage} shards nothing: use 2 or 3 (configs/zero2.yaml, zero3.yaml), or configs/ddp.yaml"
         )
     own = {
         "train_batch_size": config.batch_size * config.gradient_accumulation_steps * count,
@@ -239,6 +239,6 @@ def check_settings(config: TrainingConfig, processes: Any) -> None:
         given = settings.get(name, "auto")
         if given not in ("auto", value):
             raise ValueError(
-                f"{name} of DeepSpeed's configuration is {given}, and batch_size = {config.batch_size} of each of "
-                f"{count} processes makes {value}: say auto there"
+                f"{name} of DeepSpeed's configuration is {given}, but batch_size = {config.batch_size} in each of "
+                f"{count} processes makes {value}: set it to auto"
             )

@@ -1,12 +1,12 @@
 """Decoder layers of the common architecture with fused forward and backward passes.
 
-What lies between the projections is done by the kernels of the device (`verifiers.kernels.autograd`). In a packed batch
-the last layer computes only keys and values of shared prefixes.
+The operations between the projections run in the kernels of the device (`verifiers.kernels.autograd`). In a packed
+batch, the last layer computes only the keys and values of shared prefixes.
 
-Layers are recognised as the engine recognises them, and the whole model is compared with its own forward and backward
-before they are used (`learning.proof`). In unusual cases (a mask, a hook, dropout in attention, an attention other than
-PyTorch's) the layer's own forward runs. Projections that are neither plain nor have a plain adapter are called as
-modules.
+Layers are recognised as in the engine. Before they are used, the model's numbers and gradients are compared with those
+of its own forward and backward pass (`learning.proof`). In unusual cases (a mask, a hook, dropout in attention, an
+attention implementation other than PyTorch's), the layer's own forward runs. Projections that are neither plain linear
+layers nor have a plain adapter are called as modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"  # the attribute of transformers 
 
 @dataclass(frozen=True, slots=True)
 class LearningLayer:
-    """A recognised decoder layer, with a backward pass."""
+    """A recognised decoder layer that runs with fused forward and backward passes."""
 
     known: DecoderLayer
     is_last: bool
@@ -52,7 +52,7 @@ class LearningLayer:
         position_embeddings: Any = None,
         **more: Any,
     ) -> Any:
-        """As the layer's own forward, which runs where this one does not apply."""
+        """Replaces the layer's own forward, and calls it in cases that the fused one does not support."""
         has_more = bool(args) or any(name not in IGNORED and value for name, value in more.items())
         if has_more or attention_mask is not None or not self._is_usual(hidden_states, position_embeddings):
             more |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
@@ -105,7 +105,7 @@ class LearningLayer:
         return hidden, *autograd.rotated(q, k, *rotary, head_norms), v
 
     def _fed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The hidden states plus the output of attention, then plus that of the feed-forward."""
+        """The hidden states plus the output of attention, plus the output of the feed-forward network."""
         mlp, norm = self.layer.mlp, self.layer.post_attention_layernorm
         epsilon = self.known.epsilons.get(norm)
         linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
@@ -124,7 +124,7 @@ def _has_hooks(norm: Any) -> bool:
 
 
 def _add_norm(x: Tensor, more: Tensor | None, norm: Any, epsilon: float | None) -> tuple[Tensor, Tensor]:
-    """``x`` plus ``more``, and the norm of that."""
+    """The sum of ``x`` and ``more``, and the norm of this sum."""
     if epsilon is None or _has_hooks(norm):
         total = x if more is None else x + more
         return total, norm(total)
@@ -134,10 +134,10 @@ def _add_norm(x: Tensor, more: Tensor | None, norm: Any, epsilon: float | None) 
 
 
 class DecoderTraining:
-    """Runs a model with fused norms and with its recognised layers fused.
+    """Runs a model with fused norms and fused recognised layers.
 
-    Layers that are recomputed in the backward pass (gradient checkpointing) run in the same way there, with the
-    packed batch of their forward pass.
+    Layers that gradient checkpointing recomputes in the backward pass run in the same way there, with the packed batch
+    of their forward pass.
     """
 
     def __init__(self, model: Any) -> None:
@@ -157,7 +157,7 @@ class DecoderTraining:
         last = self._configs[-1].num_hidden_layers - 1
         found = []
         for layer in filter(has_parts, self._model.modules()):
-            if any(map(is_hooked, layer.modules())):  # the probe would call it
+            if any(map(is_hooked, layer.modules())):  # recognising the layer would call the hooks
                 continue
             if (known := recognise(layer, self._configs, self._epsilons)) is not None:
                 found.append(LearningLayer(known, known.index == last))
@@ -172,8 +172,8 @@ class DecoderTraining:
 
     @contextmanager
     def learning(self, packed: PackedForward | None = None, *, fused: bool = True) -> Iterator[None]:
-        """Within the block the model's forward has these layers (if ``fused``), and takes a packed batch if given."""
-        if self._is_on:  # a checkpointed layer within the forward pass
+        """During the block, the model runs these layers (if ``fused``), on a packed batch if one is given."""
+        if self._is_on:  # called for a checkpointed layer, during the forward pass
             yield
             return
         with ExitStack() as stack:

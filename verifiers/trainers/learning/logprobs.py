@@ -1,4 +1,4 @@
-"""A micro-batch and a model become the logprob of each trained token, without ever holding all logits at once."""
+"""Computes the logprob of each trained token of a micro-batch, without ever holding all logits in memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("verifiers.trainers")
 
-LOGIT_SIZES = (1.0, 60.0)  # largest logits that a head is probed with
+LOGIT_SIZES = (1.0, 60.0)  # a head is probed with logits up to each of these magnitudes
 
 
 class TokenScorer:
-    """Logprobs of given tokens under a causal model, as the sampler computes them: in float32 from its logits.
+    """Logprobs of given tokens under a causal model, computed as in the sampler: in float32 from the logits.
 
-    The body runs once for a micro-batch; the lm_head only at positions that predict a trained token, in chunks. A model
-    that does more than multiply by its head (scales or caps its logits) is recognised by its logits, and run whole.
-    What lies between the projections is replaced by fused kernels where these give the same numbers, unless
+    The body runs once for a micro-batch; the lm_head runs in chunks, only at positions that predict a trained token. A
+    model that does more than multiply by its head (scales or caps its logits) is detected by its logits, and is run
+    whole. The operations between projections run in fused kernels if these give the same numbers, unless
     ``may_fuse=False``.
 
-    A model whose parameters are sharded cannot be probed: the ``layouts`` that were proven before are passed in, and
-    ``run`` calls a function within its forward pass.
+    A model with sharded parameters cannot be probed. It needs ``layouts`` that were proven before sharding, and a
+    ``run`` that calls a function within the model's forward pass.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class TokenScorer:
 
     @cached_property
     def _decoder(self) -> DecoderTraining:
-        return DecoderTraining(self._base)  # lazily: it is made under the lock of the weights
+        return DecoderTraining(self._base)  # lazily, because it must be created under the lock of the weights
 
     @cached_property
     def layouts(self) -> Layouts:
-        """Layouts of micro-batches that are exact for this model; probed when first read."""
+        """Layouts of micro-batches that are exact for this model; proven at the first access."""
         from verifiers.trainers.learning.proof import proven_layouts
 
         return proven_layouts(self)
 
     def _head_is_plain(self) -> bool:
-        """Whether the logits are those of the head and nothing else, for logits from small to large.
+        """Whether the logits are exactly the output of the head, for small and large logits.
 
-        The model's own forward is run with a body that returns scaled hidden states: a cap on logits would not show in
-        the small logits of an untrained model.
+        The model's own forward is run with a body that returns scaled hidden states, because the small logits of an
+        untrained model would not reveal a cap on logits.
         """
         base, body = self._base, self._body
         try:
@@ -86,18 +86,18 @@ class TokenScorer:
                     out.last_hidden_state = hidden * (size / largest).to(hidden.dtype)
                     with replaced_forwards([(body, lambda *_, result=out, **__: result)]):
                         pairs.append((base(input_ids=ids, use_cache=False).logits, self._head(out.last_hidden_state)))
-        except Exception as error:  # a model's own code may cast or project hidden states before its head
+        except Exception as error:  # the model's own code may cast or project hidden states before its head
             logger.debug("%s is not run in two parts: %r", type(base).__name__, error)
             return False
         return all(whole.shape == split.shape and _same(whole, split) for whole, split in pairs)
 
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """The logprob of each trained token, under what it was sampled from or at this temperature."""
+        """The logprob of each trained token, under the distribution it was sampled from or at this temperature."""
         return self.score(batch, temperature).logprob_N
 
     def score(self, batch: MicroBatch, temperature: float | None = None, *, with_entropy: bool = False) -> Scored:
-        """The same, and the entropies of what the tokens were sampled from."""
-        # A plain tuple: the hooks of a sharded model rebuild what its forward pass returns.
+        """The same as `logprobs`, with the entropies of the distributions that the tokens were sampled from."""
+        # A plain tuple, because the hooks of a sharded model rebuild the return value of its forward pass.
         return Scored(*self._run(lambda: tuple(self._score_batch(batch, temperature, with_entropy))))
 
     def _score_batch(self, batch: MicroBatch, temperature: float | None, with_entropy: bool) -> Scored:
@@ -121,9 +121,9 @@ class TokenScorer:
         self, out: Tensor, target_N: Tensor, drawn_from: Distribution, with_entropy: bool = False,
         rows: int | None = None,
     ) -> Scored:  # fmt: skip
-        """The same from `outputs`; there may be several targets at each position (target_NK).
+        """The same as `score`, from `outputs`; there may be several targets at each position (target_NK).
 
-        ``rows`` is the number of positions that the head is run on at a time (None: as memory allows).
+        ``rows`` is the number of positions on which the head is run at a time (None: as many as memory allows).
         """
         if not self._is_split:
             return score_logits(out, target_N, drawn_from, with_entropy=with_entropy)
@@ -134,11 +134,11 @@ class TokenScorer:
         return chunked_logprobs(head, out, target_N, drawn_from, with_entropy=with_entropy, rows=rows)
 
     def logits(self, out: Tensor) -> Tensor:
-        """The logits of some of `outputs`."""
+        """The logits of rows of `outputs`."""
         return self._head(out) if self._is_split else out
 
     def outputs(self, batch: MicroBatch, *, fused: bool | None = None, packed: PackedForward | None = None) -> Tensor:
-        """Hidden states (logits of a model that is run whole) at the positions that predict trained tokens."""
+        """Hidden states (or logits, if the model is run whole) at the positions that predict trained tokens."""
         packing = batch.packing
         fused = self.layouts.fused if fused is None else fused
         if packing is not None and packed is None:
@@ -164,7 +164,7 @@ def _same(whole: Tensor, split: Tensor) -> bool:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether there are fused kernels for its device and dtype, and no autocast that they would bypass."""
+    """Whether there are fused kernels for the device and dtype, and no autocast that these would bypass."""
     kind = x.device.type
     if kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
         return False

@@ -1,8 +1,8 @@
 """Samples become micro-batches of about equal size, small enough for one forward and backward pass.
 
-Two layouts: sequences padded on the right to a rectangle; or packed, without padding and with shared prefixes computed
-once (`learning.packing`). In both, positions after the last one that predicts a trained token are cut off: no loss
-depends on them.
+There are two layouts: padded on the right to a rectangle, or packed, without padding and with shared prefixes computed
+once (`learning.packing`). In both, positions after the last one that predicts a trained token are dropped, because no
+loss depends on them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from verifiers.samples import Sample
 from verifiers.trainers.learning.packing import Packing
 from verifiers.trainers.sampling import PLAIN, Distribution
 
-WORTH_PACKING = 15 / 16  # most tokens of a packed batch, of the padded ones: else copying keys costs more than it saves
+WORTH_PACKING = 15 / 16  # largest packed share of padded tokens; above it, copying keys costs more than packing saves
 ANY_LENGTH = 1 << 62
-End = Callable[[int, int], int]  # (first sequence, cost) → where a micro-batch of at most this cost ends
-KEY_SHARE = 16  # copied keys and values that take as much memory as the activations of one token, about
+End = Callable[[int, int], int]  # (first sequence, cost) → end of a micro-batch of at most this cost
+KEY_SHARE = 16  # copying the keys and values of about this many tokens costs as much memory as one token's activations
 
 
 class TrainSample(NamedTuple):
-    """A sample to train on: tokens and loss mask, its advantage, and what its tokens were sampled from."""
+    """A sample to train on: tokens and loss mask, advantage, and the distributions its tokens were sampled from."""
 
     sample: Sample
     advantage: float | Sequence[float]  # of all tokens, or of each token of the completion
     weight: float = 1.0  # of a token in the loss
-    # (tokens, distribution) of each part of the completion; empty: the model's own
+    # (number of tokens, distribution) of each part of the completion; empty: the model's own distribution
     drawn_from: tuple[tuple[int, Distribution], ...] = ()
     rollout: int | None = None  # index of its rollout in the batch
 
@@ -48,9 +48,9 @@ class TrainSample(NamedTuple):
 class MicroBatch:
     """Sequences in a padded rectangle (ids_BT), or packed (B = 1); and their trained tokens, concatenated (axis N).
 
-    Of each of these, ``logit_index_N`` is the index of the position that predicts it, in flattened ``ids_BT``;
-    ``sequence_N`` the index of its sequence in the micro-batch; ``drawn_from_N`` that of what it was sampled from in
-    ``distributions`` (None: there is only one). ``members`` are the indices of the sequences among those given.
+    For each trained token, ``logit_index_N`` is the index in flattened ``ids_BT`` of the position that predicts it,
+    ``sequence_N`` the index of its sequence in the micro-batch, and ``drawn_from_N`` the index of its distribution in
+    ``distributions`` (None if there is only one). ``members`` are the indices of the sequences in the input list.
     """
 
     ids_BT: Tensor
@@ -79,11 +79,11 @@ class MicroBatch:
 
 
 class _Tokens(NamedTuple):
-    """A sequence as arrays: its prefix, all but the last token of its prompt, which it may share with others; and its
-    suffix, up to the last position (``at``) that predicts a trained token (``target``)."""
+    """A sequence as arrays. The prefix is the prompt without its last token; sequences may share it. The suffix
+    is the rest, up to the last position (``at``) that predicts a trained token (``target``)."""
 
-    member: int  # its index among the sequences given
-    prefix: int  # its number: equal prefixes have the same
+    member: int  # index of the sequence in the input list
+    prefix: int  # number of the prefix; equal prefixes have the same number
     prefix_ids: np.ndarray
     ids: np.ndarray  # of the suffix
     at: np.ndarray
@@ -99,14 +99,14 @@ class _Tokens(NamedTuple):
 
 
 def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[Distribution, ...]]:
-    """The sequences with trained tokens, and the distributions that these were sampled from."""
+    """The sequences that have trained tokens, and the distributions that these tokens were sampled from."""
     found: list[_Tokens] = []
     prefixes: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
     known: dict[Distribution, int] = {}
     for member, one in enumerate(sequences):
         sample, has_prompt = one.sample, bool(one.sample.prompt_ids)
         trained = _array(sample.completion_mask, bool).nonzero()[0]
-        if not has_prompt:  # nothing predicts the first token
+        if not has_prompt:  # no position predicts the first token
             trained = trained[trained > 0]
         if not len(trained):
             continue
@@ -139,12 +139,12 @@ def _tokens_of(sequences: Sequence[TrainSample]) -> tuple[list[_Tokens], tuple[D
 
 
 def _array(values: Sequence[Any], dtype: Any) -> np.ndarray:
-    """A list as an array, in half the time that ``np.array`` takes to look at each value."""
+    """A list as an array, in half the time of ``np.array``, which inspects each value."""
     return np.fromiter(values, dtype, len(values))
 
 
 def _advantages(given: float | Sequence[float], trained: np.ndarray) -> np.ndarray:
-    """The advantage of each trained token, given that of the sequence or those of all its sampled tokens."""
+    """The advantage of each trained token, from the advantage of the sequence or of each of its tokens."""
     if isinstance(given, int | float):
         return np.full(len(trained), given, np.float32)
     advantages: np.ndarray = np.array(given, np.float32)[trained]
@@ -152,7 +152,7 @@ def _advantages(given: float | Sequence[float], trained: np.ndarray) -> np.ndarr
 
 
 def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Tensors on a device; to a GPU, those of one dtype in one transfer that does not block."""
+    """Tensors moved to a device; to a GPU, in one non-blocking transfer for each dtype."""
     if device.type != "cuda":
         return {name: one.to(device) for name, one in tensors.items()}
     on_device: dict[str, Tensor] = {}
@@ -175,9 +175,9 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """All sequences with trained tokens, longest first, in as few micro-batches as ``max_tokens`` allows.
 
-    These are about equally large. A sequence longer than ``max_tokens``, or than ``longest_batched``, gets one of its
-    own. They are packed if no sequence is longer than ``longest_packed`` and that saves tokens. Attention is causal:
-    no token that counts attends to padding on the right.
+    They are about equally large. A sequence longer than ``max_tokens`` or ``longest_batched`` gets a micro-batch of its
+    own. Micro-batches are packed if no sequence is longer than ``longest_packed`` and packing saves tokens. Padding is
+    on the right, where no other token attends to it, because attention is causal.
     """
     tokens, distributions = _tokens_of(split_at_rope_bounds(sequences, rope_bounds))
     if not tokens:
@@ -197,10 +197,10 @@ def micro_batches(
 
 
 def split_at_rope_bounds(sequences: Sequence[TrainSample], rope_bounds: Sequence[int]) -> list[TrainSample]:
-    """Split sequences at lengths past which the angles of the rotary embedding change (LongRoPE).
+    """Split sequences at lengths beyond which the angles of the rotary embedding change (LongRoPE).
 
-    Tokens up to the bound were sampled with the angles of a short sequence, later ones with those of a long one: the
-    first part ends at the bound, and of the second, which is whole, only later tokens are trained on.
+    Tokens up to the bound were sampled with the angles of a short sequence, later tokens with those of a long one. The
+    first part ends at the bound. The second is the whole sequence, with only the tokens after the bound trained on.
     """
     parts = list(sequences)
     for bound in rope_bounds:
@@ -218,9 +218,9 @@ def split_at_rope_bounds(sequences: Sequence[TrainSample], rope_bounds: Sequence
 
 
 def balanced(n: int, end: End, most: int) -> list[tuple[int, int]]:
-    """Cut ``n`` items, in order, into as few parts of cost at most ``most`` as possible, of about equal cost.
+    """Cut ``n`` items, in order, into the fewest parts that cost at most ``most`` each, with about equal costs.
 
-    ``end(i, cost)`` is where a part that starts at ``i`` ends, if it may cost that much.
+    ``end(i, cost)`` is the end of the longest part that starts at ``i`` and costs at most this much.
 
     >>> balanced(10, lambda i, cost: min(10, i + cost), 4)
     [(0, 4), (4, 8), (8, 10)]
@@ -248,7 +248,7 @@ def _parts(n: int, end: End, cost: int) -> list[tuple[int, int]]:
 
 
 def _padded_order(tokens: Sequence[_Tokens], longest_batched: int) -> tuple[list[_Tokens], End]:
-    """Longest first: a rectangle is as wide as its first sequence; one that is too long is alone in it."""
+    """Longest first, so that a rectangle is as wide as its first sequence; one that is too long is on its own."""
     ordered = sorted(tokens, key=lambda one: -one.length)
     lengths = [one.length for one in ordered]
 
@@ -259,7 +259,7 @@ def _padded_order(tokens: Sequence[_Tokens], longest_batched: int) -> tuple[list
 
 
 def _packed_order(tokens: Sequence[_Tokens]) -> tuple[list[_Tokens], End]:
-    """Sequences with the same prefix are neighbours; where they are cut apart the prefix is computed in both parts."""
+    """Sequences with the same prefix are adjacent; a prefix whose sequences are cut apart is computed in both parts."""
     longest: dict[int, int] = {}
     for one in tokens:
         longest[one.prefix] = max(one.length, longest.get(one.prefix, 0))
@@ -278,20 +278,20 @@ def _packed_order(tokens: Sequence[_Tokens]) -> tuple[list[_Tokens], End]:
 
 
 def check_tokens(batch: MicroBatch, config: Any) -> MicroBatch:
-    """Refuse token ids that the model does not have: on a GPU, embedding one would abort the process."""
+    """Refuse token ids outside the vocabulary: on a GPU, their embedding would abort the process."""
     vocabulary = text_config(config).vocab_size
     for ids in (batch.ids_BT, batch.target_N):
         low, high = (int(one) for one in ids.aminmax())
         if low < 0 or high >= vocabulary:
             raise ValueError(
-                f"there is a token {low if low < 0 else high} to learn from, and the model has {vocabulary}: was it "
-                "made with the tokenizer of another model?"
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens: were "
+                "these tokens made with the tokenizer of another model?"
             )
     return batch
 
 
 def idle_batch(pad_id: int) -> MicroBatch:
-    """A micro-batch of weight 0, for a process that has fewer than others: passes of a sharded model are collective."""
+    """A micro-batch of weight 0, for a process with fewer than others, as passes of a sharded model are collective."""
     sequence = fully_trained([pad_id], [pad_id])._replace(advantage=0.0, weight=0.0)
     (made,) = micro_batches([sequence], max_tokens=ANY_LENGTH)
     return replace(made, members=())
@@ -319,7 +319,7 @@ def _padded(members: Sequence[_Tokens], distributions: tuple[Distribution, ...],
 
 
 def _packed(members: Sequence[_Tokens], distributions: tuple[Distribution, ...]) -> MicroBatch:
-    """A packed batch: prefixes first, each once, then suffixes."""
+    """A packed batch: each distinct prefix once, then the suffixes."""
     prefixes = sorted({one.prefix: one.prefix_ids for one in members}.items())
     index_of = {prefix: i for i, (prefix, _) in enumerate(prefixes)}
     parts = [*(ids for _, ids in prefixes), *(one.ids for one in members)]

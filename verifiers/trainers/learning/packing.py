@@ -1,10 +1,10 @@
 """Packed batches: sequences are concatenated without padding, and a prefix that several of them share is computed once.
 
-A sequence is a **prefix**, all but the last token of its prompt, and a **suffix**, up to the last position that
-predicts a trained token. A packed batch has each distinct prefix once, then every suffix. Only attention mixes
-positions: a prefix attends to itself, a suffix to its prefix and to itself, by a function that is registered with
-transformers under `NAME`. So any decoder that takes its attention from that registry can be run this way, by its own
-forward.
+A sequence consists of a **prefix** (all but the last token of its prompt) and a **suffix** (the rest, up to the last
+position that predicts a trained token). A packed batch has each distinct prefix once, then every suffix. Only attention
+mixes positions: a prefix attends to itself, a suffix to its prefix and itself. An attention function that does this is
+registered with transformers under `NAME`, so that any decoder that uses that registry can run packed batches with its
+own forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verifiers.kernels.cpu.learning import Segments
 from verifiers.kernels.devices import to_device
 
 NAME = "verifiers_packed"
-LARGEST_HEAD_DIM = 256  # that fused attention kernels take
+LARGEST_HEAD_DIM = 256  # of the fused attention kernels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class Packing:
 
     @cached_property
     def prefix_tokens(self) -> int:
-        """Tokens of all prefixes: where the suffixes begin."""
+        """The number of tokens of all prefixes, which is also the index of the first suffix."""
         return int(self.prefix_G.sum())
 
     @cached_property
@@ -70,9 +70,9 @@ class Packing:
 
     @cached_property
     def cpu_segments(self) -> tuple[Segments, Segments]:
-        """For the kernel in C: all segments, and those of the suffixes alone.
+        """All segments, and the segments of the suffixes alone, for the C kernel.
 
-        A segment is (start, length, start of its prefix, length of its prefix), counted in tokens.
+        A segment is (start, length, start of its prefix, length of its prefix), in tokens.
         """
         lengths = np.concatenate((self.prefix_G, self.suffix_B))
         starts = np.cumsum(lengths) - lengths
@@ -92,7 +92,7 @@ class Packing:
 class _SuffixKeys:
     """The keys (or values) that each suffix attends to: copies of those of its prefix, then its own.
 
-    In the backward pass the gradients of a prefix's copies are summed in a fixed order: the result is reproducible.
+    The backward pass sums the gradients of a prefix's copies in a fixed order, so that the result is reproducible.
     """
 
     def __init__(self, packing: Packing, start_B: Any, size: int, *, with_prefixes: bool = False) -> None:
@@ -143,7 +143,7 @@ def _sum_copies(grad: Tensor, suffixes: Tensor, copies: Tensor, is_copy: Tensor 
 
 
 def ranges(starts: Any, lengths: Any) -> Any:
-    """``arange(start, start + length)`` of each start and length, concatenated.
+    """``arange(start, start + length)`` for each start and length, concatenated.
 
     >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]
@@ -164,7 +164,7 @@ def _index_in_group(groups: Any) -> Any:
 
 
 class _PaddedAttention:
-    """Plain attention: prefixes padded to one rectangle, suffixes to another, whose keys begin with their prefix's."""
+    """Plain attention on two padded rectangles: one of the prefixes, one of the suffixes with their prefix's keys."""
 
     def __init__(self, packing: Packing) -> None:
         device, suffix_B, before_B = packing.position_T.device, packing.suffix_B, packing.before_B
@@ -188,7 +188,7 @@ class _PaddedAttention:
 
 
 class _Rectangle:
-    """Concatenated sequences ``[T, …]`` to a padded rectangle ``[B, longest, …]``, and back."""
+    """Pads concatenated sequences ``[T, …]`` to a rectangle ``[B, longest, …]``, and reverses this."""
 
     def __init__(self, lengths: Any, device: torch.device) -> None:
         self._shape = len(lengths), int(lengths.max())
@@ -206,12 +206,12 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0, seen: Tensor | None = None
 ) -> Tensor:
     """Attention of ``[B, T, heads, dim]``, causal or with the mask ``seen``; keys and values may have fewer heads."""
-    if seen is None and _suit_c(q, k, v, dropout):  # bitwise the same as in a packed batch
+    if seen is None and _suit_c(q, k, v, dropout):  # bitwise equal to the result in a packed batch
         flat_q, flat_k, flat_v = (one.flatten(0, 1) for one in (q, k, v))
         return attended(flat_q, flat_k, flat_v, _rectangle(*q.shape[:2]), scale).view(q.shape)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     share = q.shape[1] // k.shape[1]
-    # CUDA has fused kernels for grouped heads in half precision only, and none that take a mask as well.
+    # CUDA has fused kernels for grouped heads only in half precision, and only without a mask.
     is_grouped = share > 1 and (
         not q.is_cuda or (q.element_size() == 2 and q.shape[-1] <= LARGEST_HEAD_DIM and seen is None)
     )  # fmt: skip
@@ -224,7 +224,7 @@ def dense_attention(
 
 
 def _suit_c(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    # Under autocast queries may be float32 and values in half precision.
+    # Under autocast, queries may be float32 while values are in half precision.
     return all(map(cpu.suit, (q, k, v))) and k.shape == v.shape and k.shape[-1] == q.shape[-1] and not dropout
 
 
@@ -238,7 +238,7 @@ def _rectangle(rows: int, length: int) -> Segments:
 
 
 class _VarlenAttention:
-    """Segments of any length, concatenated, in one call of the variable-length flash attention kernel."""
+    """Concatenated segments of any length, in one call of the variable-length flash attention kernel."""
 
     def __init__(self, packing: Packing, *, with_prefixes: bool) -> None:
         device, prefix_G, suffix_B = packing.position_T.device, packing.prefix_G, packing.suffix_B
@@ -265,7 +265,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, most_queries: int, most_keys: int,
     scale: float, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of concatenated segments, aligned at the end: the last query sees all keys of its segment."""
+    """Causal attention of concatenated segments, aligned at the end: the last query attends to all of their keys."""
     out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, query_ends, key_ends, most_queries, most_keys, dropout, True, False, scale=scale
     )[0]
@@ -274,7 +274,7 @@ def varlen_attention(
 
 @dataclass
 class PackedForward:
-    """One forward pass over a packed batch; it notes how often layers called attention, and their narrowest window."""
+    """One forward pass over a packed batch; records the number of attention calls and their narrowest window."""
 
     packing: Packing
     varlen: bool  # use the variable-length kernel where possible
@@ -288,10 +288,10 @@ class PackedForward:
     ) -> Tensor:  # fmt: skip
         """Attention of all tokens, or of the suffixes only; q, k and v are ``[T, heads, dim]``.
 
-        Keys and values may have fewer heads. NotImplementedError for attention that cannot be packed.
+        Keys and values may have fewer heads. Raises NotImplementedError for attention that cannot be packed.
         """
         if softcap is not None or (window is not None and window < self.packing.longest):
-            raise NotImplementedError("packed rows have no capped scores, and no windows shorter than their sequences")
+            raise NotImplementedError("packed batches support neither capped scores nor windows that hide tokens")
         self.calls += 1
         self.narrowest = min((one for one in (window, self.narrowest) if one is not None), default=None)
         packing, dim = self.packing, q.shape[-1]
@@ -303,13 +303,13 @@ class PackedForward:
 
 
 def current() -> PackedForward | None:
-    """The packed forward pass that runs on this thread, if one does."""
+    """The packed forward pass that is running on this thread, if any."""
     found = attention.current()
     return found if isinstance(found, PackedForward) else None
 
 
 def computing(configs: Sequence[Any], packed: PackedForward) -> AbstractContextManager[None]:
-    """Within the block, the model of these configurations attends as in this packed forward pass, on this thread."""
+    """During the block, the model of these configurations uses this packed attention, on this thread only."""
     attention.register(NAME, shared_attention)
     return attention.attending(configs, packed, NAME)
 
@@ -319,9 +319,9 @@ def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, ask
     """The attention function that transformers calls in a packed forward pass."""
     packed = current()
     if packed is None:
-        raise RuntimeError("a trainer learns with this model just now: run it once the step is over")
+        raise RuntimeError("a trainer is computing an update with this model: run it after the step")
     if asked.mask is not None or not asked.is_causal or len(query) != 1:
-        raise NotImplementedError("packed rows have causal attention, without masks")
+        raise NotImplementedError("packed batches support only causal attention without a mask")
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     settings: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
     return packed.attend(q, k, v, **settings, dropout=asked.dropout)[None]

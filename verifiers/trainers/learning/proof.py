@@ -1,8 +1,8 @@
 """Which layouts of micro-batches are exact for a model: packed, padded to a rectangle, or one sequence at a time.
 
-Probe sequences are computed alone by the model's own forward, then in each layout on the path that training takes;
-hidden states (or logits) and gradients must agree. Weights are scaled to a realistic range for it
-(`verifiers.kernels.prove.realistic`), and sequences go past the lengths at which a model attends in another way.
+Probe sequences run one by one through the model's own forward, then in each layout through the code that training uses.
+Hidden states (or logits) and gradients must agree. Weights are first scaled to a realistic range
+(`verifiers.kernels.prove.realistic`). Some sequences are longer than the bounds at which a model's attention changes.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("verifiers.trainers")
 
-# (Prompt, reply) lengths of the probe; prompts of one length are equal. The short ones are for narrow windows.
+# (Prompt, reply) lengths of the probe; prompts of the same length are equal. The short ones are for narrow windows.
 LENGTHS = ((24, 8), (24, 5), (11, 9), (24, 12))
 SHORT_LENGTHS = ((6, 3), (6, 2), (4, 4), (6, 4))
-LONGEST_PROBED = 2048  # bounds beyond this are not probed, as that takes long: longer sequences are computed alone
-NUM_GRADIENTS = 6  # that are compared: of the smallest parameters; each depends on all layers after its own
+LONGEST_PROBED = 2048  # bounds beyond this would take too long to probe: sequences that cross them are computed alone
+NUM_GRADIENTS = 6  # to compare: those of the smallest parameters; each depends on all later layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layouts:
-    """Lengths up to which sequences may be packed, or batched in a rectangle; and how they are computed."""
+    """The lengths up to which sequences may be packed or batched in a rectangle, and how they are computed."""
 
     longest_packed: int = 0
     longest_batched: int = 0
-    varlen: bool = False  # packed batches use the variable-length kernel
+    varlen: bool = False  # packed batches use the variable-length attention kernel
     fused: bool = False  # layers and norms are replaced by fused functions
     is_split: bool = False  # body and head may be run separately
     rope_bounds: tuple[int, ...] = ()
 
     def limits(self, *others: Layouts) -> dict[str, Any]:
-        """Keywords of `micro_batches` that suit this model and others that compute the same sequences."""
+        """Keywords of `micro_batches` that suit both this model and others that compute the same sequences."""
         return {
             "longest_packed": min(one.longest_packed for one in (self, *others)),
             "longest_batched": min(one.longest_batched for one in (self, *others)),
@@ -55,14 +55,14 @@ class Layouts:
 
 
 def proven_layouts(scorer: TokenScorer) -> Layouts:
-    """The quickest layouts that give the numbers and gradients of the model's own forward."""
+    """The fastest layouts whose numbers and gradients agree with the model's own forward."""
     base = scorer._base
     with without_dropout(base), probe.without_hooks(base), probe.realistic(base) as is_conclusive:
         _check_steady(base)
         found = _Proof(scorer).layouts() if is_conclusive else Layouts()
     if not found.longest_batched:
-        why = "side by side its numbers differ" if is_conclusive else "its weights say too little yet to prove more"
-        logger.warning("%s learns one sequence at a time: %s", type(base).__name__, why)
+        why = "its numbers differ in a batch" if is_conclusive else "with these weights a test is inconclusive"
+        logger.warning("%s is trained one sequence at a time: %s", type(base).__name__, why)
     return replace(found, is_split=scorer._is_split, rope_bounds=tuple(probe.rope_bounds(base.config)))
 
 
@@ -73,7 +73,7 @@ def _check_steady(base: Any) -> None:
     past = [bound + probe.PAST for bound in probe.bounds(text, longest - probe.PAST)[:1]]
     with torch.no_grad():
         if not probe.is_steady(base, max([sum(LENGTHS[0]), *past])):
-            raise ValueError(f"{type(base).__name__} cannot learn: {probe.UNSTEADY}")
+            raise ValueError(f"{type(base).__name__} cannot be trained: {probe.UNSTEADY}")
 
 
 class _Proof:
@@ -93,8 +93,8 @@ class _Proof:
     def layouts(self) -> Layouts:
         if not self._is_causal():
             raise ValueError(
-                f"{type(self._base).__name__} is not causal: what comes later changes the numbers of tokens before it, "
-                "so it cannot learn to predict them"
+                f"{type(self._base).__name__} is not causal: later tokens change the numbers of earlier ones, so that "
+                "it cannot be trained to predict the next token"
             )
         ways = (True, False) if self._scorer.may_fuse else (False,)
         fused = next((one for one in ways if self._agrees(self._batch(self._trained), None, one)), None)
@@ -104,14 +104,14 @@ class _Proof:
         packed = self._batch(self._trained, longest_packed=ANY_LENGTH)
         for varlen in (True, False) if packed.ids_BT.is_cuda else (False,):
             if longest := self._longest_packed(packed, varlen, fused):
-                longest = min([longest, *self._bounds])  # the probe is shorter than any bound
+                longest = min([longest, *self._bounds])  # the probe does not cross any bound
                 return Layouts(longest_packed=longest, longest_batched=batched, varlen=varlen, fused=fused)
         return Layouts(longest_batched=batched, fused=fused)
 
     def _is_causal(self) -> bool:
-        """Whether a truncated sequence has the same numbers, also past the bounds of attention.
+        """Whether truncating a sequence leaves its numbers unchanged, also beyond the bounds of attention.
 
-        Not past those of the rotary embedding, where they differ: sequences are split there.
+        Beyond the bounds of the rotary embedding they do change; sequences are split there.
         """
         rope_bounds = probe.rope_bounds(self._base.config)
         longest = min(LONGEST_PROBED, self._most_positions - 5 * probe.PAST)
@@ -128,7 +128,7 @@ class _Proof:
         return agree([whole[:n]], [start], rounds=self._layers)
 
     def _longest_packed(self, batch: MicroBatch, varlen: bool, fused: bool) -> int:
-        """The length up to which sequences may be packed; 0 if they must not be."""
+        """The length up to which sequences may be packed; 0 if they may not be."""
         if batch.packing is None:
             return 0
         packed = PackedForward(batch.packing, varlen)
@@ -137,7 +137,7 @@ class _Proof:
         return ANY_LENGTH if packed.narrowest is None else packed.narrowest
 
     def _agrees_past(self, bound: int, fused: bool) -> bool:
-        """Whether a sequence past a bound and a short one have the same numbers in one batch as alone."""
+        """Whether a sequence beyond a bound and a short one have the same numbers in one batch as on their own."""
         if bound > LONGEST_PROBED:
             return False
         trained = _trained(self._base, ((bound, probe.PAST), SHORT_LENGTHS[0]))
@@ -156,8 +156,8 @@ class _Proof:
     def _try(self, batch: MicroBatch, packed: PackedForward | None, fused: bool) -> list[Tensor] | None:
         try:
             return self._numbers(batch, packed, fused=fused)
-        except Exception as error:  # a model's own code, which may not support this layout
-            logger.debug("%s does not learn in this layout: %r", type(self._base).__name__, error)
+        except Exception as error:  # the model's own code may not support this layout
+            logger.debug("%s does not run in this layout: %r", type(self._base).__name__, error)
             return None
 
     def _batch(self, trained: Sequence[TrainSample], *, longest_packed: int = 0) -> MicroBatch:
@@ -177,20 +177,20 @@ class _Proof:
 
 
 def _significant(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, and the gradients expected to exceed rounding: that of a bias on keys, say, is zero by definition."""
+    """Outputs, and gradients that exceed rounding errors (the gradient of a bias on keys, for instance, is zero)."""
     sizes = [float(one.abs().max()) for one in expected[1:]]
     least = math.sqrt(torch.finfo(expected[0].dtype).eps) * max(sizes, default=0.0)
     return [found[0], *(one for one, size in zip(found[1:], sizes, strict=True) if size >= least)]
 
 
 def _direction(out: Tensor) -> Tensor:
-    """The gradient at the outputs: the same for every token, in whichever layout."""
+    """The gradient at the outputs, the same for every token in every layout."""
     width = torch.arange(out.shape[-1], device=out.device, dtype=torch.float32)
     return torch.cos(width * 12.9898).to(out.dtype).expand_as(out)
 
 
 def _trained(base: Any, lengths: Sequence[tuple[int, int]]) -> list[TrainSample]:
-    """Probe sequences with these lengths of prompt and reply."""
+    """Probe sequences with these (prompt, reply) lengths."""
     prompts = {n: probe.prompts(base.config, [n])[0] for n in {prompt for prompt, _ in lengths}}
     replies = probe.prompts(base.config, [reply for _, reply in lengths])
     return [fully_trained(prompts[n], reply) for (n, _), reply in zip(lengths, replies, strict=True)]

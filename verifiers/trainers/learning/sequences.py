@@ -32,9 +32,9 @@ def trained_sequences(
 ) -> list[TrainSample]:
     """The samples of a batch's rollouts with their advantages; a rollout whose history was rewritten has several.
 
-    ``default`` is what tokens were sampled from where that was not recorded. A rollout whose sampled tokens are not
-    known, or that has a sequence of more than ``longest`` tokens, is left out, and ``batch.refused`` says why. With a
-    ``writer`` these are saved rollouts.
+    ``default`` is the distribution of tokens for which none was recorded. A rollout is left out, with the reason in
+    ``batch.refused``, if its sampled tokens are not known or it has a sequence of more than ``longest`` tokens. Saved
+    rollouts need a ``writer``.
     """
     trained: list[TrainSample] = []
     is_off_policy = bool(config.num_batches_ahead) or config.updates_per_generation > 1
@@ -49,7 +49,7 @@ def trained_sequences(
             lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples]
             if longest is not None and (beyond := [n for n in lengths if n > longest]):
                 raise NotSampledError(
-                    f"it has {beyond[0]} tokens, and a sequence has at most {longest} (max_seq_length, the model)"
+                    f"it has {beyond[0]} tokens, more than the limit of {longest} (max_seq_length, the model)"
                 )
         except NotSampledError as error:
             batch.refused.append(str(error))
@@ -69,9 +69,9 @@ def with_token_weights(
     *,
     gather: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> tuple[list[TrainSample], int]:
-    """The sequences with the weight of their tokens in the mean of a loss, and how many tokens there are.
+    """The sequences with their token weights in the mean of a loss, and the total number of trained tokens.
 
-    A rollout counts once, however many samples it has. ``gather`` has the value of every process.
+    A rollout counts once, even if it has several samples. ``gather`` returns the values of all processes.
     """
     owners = [f"sequence {i}" if one.rollout is None else one.rollout for i, one in enumerate(sequences)]
     lengths: Counter[Any] = Counter()
@@ -87,9 +87,9 @@ def with_token_weights(
 def samples_of_reply(
     prompt: Any, reply: Any, find_tokens: FindTokens | None, writer: ChatWriter | None = None
 ) -> list[Sample]:
-    """The tokens of one rollout as they were sampled; NotSampledError where they are not known.
+    """The tokens of one rollout as they were sampled; raises NotSampledError if they are not known.
 
-    With a ``writer`` text that was saved without its tokens is tokenized.
+    With a ``writer``, text that was saved without its tokens is tokenized.
     """
     state: Mapping[str, Any] = getattr(reply, "state", None) or {}
     completion = getattr(reply, "messages", reply)
@@ -98,7 +98,7 @@ def samples_of_reply(
     try:
         return exact_samples(state, completion)
     except NotSampledError:
-        # A text without a state may be a reply of this policy; a state itself says what was sampled.
+        # Text without a state may be a reply of this policy. A state records itself what was sampled.
         if not state and find_tokens is not None and (known := find_tokens(prompt, completion)):
             return known
         if writer is not None:
@@ -106,8 +106,8 @@ def samples_of_reply(
         if state:
             raise
         raise NotSampledError(
-            "it is a text that this policy is not known to have said: leave replies as they were sampled, or hand "
-            "rollouts that were saved before to dataset="
+            "its text is not a known reply of this policy: leave replies unchanged after sampling, or pass saved "
+            "rollouts as dataset="
         ) from None
 
 
@@ -116,7 +116,7 @@ def advantages_of_samples(
 ) -> list[float | list[float]]:
     """A rollout's advantage for each of its samples: one number, or one for each token of the completion.
 
-    Advantages of turns or of sampled tokens are laid out over the sampled tokens of the samples; other tokens have 0.
+    Advantages of turns or of sampled tokens are assigned to the sampled tokens; other tokens have 0.
 
     >>> sample = Sample(prompt_ids=[1], completion_ids=[2, 3, 9, 4], completion_mask=[1, 1, 0, 1],
     ...                 completion_logprobs=[0.0] * 4)
@@ -131,8 +131,8 @@ def advantages_of_samples(
         advantage = [one for one, length in zip(advantage, turns, strict=True) for _ in range(length)]
     if len(advantage) != total:
         raise ValueError(
-            f"{len(advantage)} advantages for a rollout with {len(turns)} turns and {total} sampled tokens; give one "
-            "number, or one for each turn or each token"
+            f"{len(advantage)} advantages for a rollout with {len(turns)} turns and {total} sampled tokens; return one "
+            "number, or one for each turn or for each sampled token"
         )
     starts = list(accumulate(turns, initial=0))
     of_turns = [list(advantage[start:end]) for start, end in pairwise(starts)]
@@ -141,9 +141,9 @@ def advantages_of_samples(
 
 
 def _turn_lengths(samples: Sequence[Sample], state: Mapping[str, Any], total: int) -> tuple[list[int], Sequence[int]]:
-    """The number of sampled tokens of each turn, and the order in which the turns are in the samples.
+    """The number of sampled tokens of each turn, and the order of the turns in the samples.
 
-    Samples tokenized from text have other tokens than the trajectory: then each run of 1s in the mask is a turn.
+    Samples that were tokenized from text may differ from the trajectory; then each run of 1s in the mask is a turn.
     """
     tokens = [step.get("tokens") for step in state.get("trajectory") or ()]
     turns = [0 if one is None or one.get("overlong_prompt") else len(one["completion_ids"]) for one in tokens]

@@ -1,7 +1,8 @@
-"""Hidden states and an lm_head become the logprob of each target, with one chunk of logits in memory at a time.
+"""Computes the logprob of each target from hidden states and an lm_head, one chunk of logits at a time.
 
-Two ways. `fused_logprobs`: one pass over a chunk of logits gives the logprobs, another overwrites them with their
-gradients. `chunked_logprobs`: any head, any distribution, and entropies; chunks are recomputed in the backward pass.
+`fused_logprobs` computes the logprobs in one pass over a chunk of logits; a second pass overwrites the logits with
+their gradients. `chunked_logprobs` supports any head, any distribution, and entropies; it recomputes chunks in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from verifiers.kernels.sampling import SamplingColumns, truncate
 from verifiers.trainers.memory.plan import CHUNK_BYTES, CHUNK_BYTES_ELSEWHERE
 from verifiers.trainers.sampling import Distribution
 
-FREE_LOGITS = 1 << 24  # up to so many (64 MiB in float32) are kept for the backward pass; more are recomputed there
-NARROWED_COPIES = 4  # of the logits that a bias, a truncation or an entropy takes: probabilities, sorted, masked
+FREE_LOGITS = 1 << 24  # up to this number (64 MiB in float32), logits are kept for the backward pass, not recomputed
+NARROWED_COPIES = 4  # copies of the logits for a bias, a truncation or an entropy: probabilities, sorted, masked
 
 
 def chunks_of(n: int, bytes_each: int, device: torch.device, rows: int | None = None) -> list[slice]:
-    """Slices of ``n`` positions: of ``rows`` each, or of about equal size with at most `CHUNK_BYTES` of logits."""
+    """Slices of ``n`` positions: of ``rows`` each, or about equally large with at most `CHUNK_BYTES` of logits."""
     most = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE) // bytes_each)
     step = rows or max(1, math.ceil(n / math.ceil(n / most))) if n else 1
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
 class Scored(NamedTuple):
-    """Of each target its logprob, and the entropy (in nats) of what it was sampled from, if that was asked for."""
+    """The logprob of each target and, on request, the entropy (in nats) of the distribution it was sampled from."""
 
     logprob_N: Tensor
     entropy_N: Tensor | None = None
@@ -45,7 +46,7 @@ def chunked_logprobs(
     head: Any, hidden_ND: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False,
     rows: int | None = None,
 ) -> Scored:  # fmt: skip
-    """`score_logits` of the head's logits, of which no more than a chunk (of so many rows) is in memory at once."""
+    """`score_logits` of the head's logits, with only one chunk (of ``rows`` rows) in memory at a time."""
 
     def score(hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor | None]:
         return score_logits(head(hidden_ND), target_N, drawn_from, with_entropy=with_entropy)[:2]
@@ -65,10 +66,10 @@ def chunked_logprobs(
 def score_logits(
     logits_NV: Tensor, target_N: Tensor, drawn_from: Distribution, *, with_entropy: bool = False
 ) -> Scored:
-    """Logprobs under what tokens were sampled from (bias, temperature, truncation), as the sampler computes them.
+    """Logprobs under the distribution of the sampler (bias, temperature, truncation), computed as in the sampler.
 
-    The target is kept even where the current policy would truncate it. There may be several targets at each position
-    (target_NK), if nothing is truncated.
+    The target is never truncated, even if the current policy would truncate it. Without truncation there may be several
+    targets at each position (target_NK).
     """
     scaled_NV = logits_NV.float()
     if drawn_from.logit_bias:
@@ -91,8 +92,8 @@ def score_logits(
 
 
 class _TargetLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
-    """Logprobs of targets on a CPU. PyTorch's own are 1e-5 too high over a large vocabulary: it sums probabilities in
-    float32 from first to last, which loses unlikely tokens."""
+    """Logprobs of targets on a CPU. Those of PyTorch are 1e-5 too high for a large vocabulary: it sums probabilities
+    in float32 one after the other, which loses unlikely tokens."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def _entropy(scaled_NV: Tensor) -> Tensor:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
 def _left_out(scaled_NV: Tensor, target_N: Tensor, drawn_from: Distribution) -> Tensor:
-    """Which tokens are truncated; never the target. Without a gradient."""
+    """Which tokens are truncated (never the target); without a gradient."""
 
     def each(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((len(scaled_NV),), value, dtype=dtype, device=scaled_NV.device)
@@ -139,7 +140,7 @@ def fused_logprobs(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: float = 1.0,
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The logprob of each target under softmax(hidden · weightᵀ + bias), with a chunk of logits in memory at a time."""
+    """The logprob of each target under softmax(hidden · weightᵀ + bias), with one chunk of logits in memory."""
     chunks = chunks_of(len(hidden_ND), weight_VD.shape[0] * weight_VD.element_size(), hidden_ND.device, rows)
     result: Tensor = _FusedLogprobs.apply(
         hidden_ND, weight_VD, bias_V, target_N, temperature, chunks, torch.is_grad_enabled()
@@ -148,7 +149,7 @@ def fused_logprobs(
 
 
 class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
-    """Logits are recomputed in the backward pass, but those of the last chunk, which are kept: it needs them first."""
+    """The backward pass recomputes the logits, except those of the last chunk, which it needs first."""
 
     @staticmethod
     def forward(
@@ -190,5 +191,5 @@ class _FusedLogprobs(Function):  # type: ignore[misc]  # torch is not typed here
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """Sums of several chunks are in float32."""
+    """Add a chunk to the total, in float32."""
     return part if total is None else total.float().add_(part)

@@ -17,7 +17,7 @@ RATIO_EDGES = [0.0, 0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0, 4.0, 100.0]
 
 @dataclass
 class UpdateFigures:
-    """Collects tensors of each micro-batch on the device, to be read in one transfer."""
+    """Collects the tensors of each micro-batch on the device, to read them in one transfer."""
 
     losses: list[Tensor] = field(default_factory=list)
     ratios: list[Tensor] = field(default_factory=list)
@@ -68,7 +68,7 @@ class UpdateFigures:
 
 
 def combined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of an update from those of all processes, which have the same gradient.
+    """The figures of an update, combined from those of all processes, which have the same gradient.
 
     >>> halves = [{"loss": 1.0, "kl": None, "trained_tokens": 1, "ratio_mean": 1.0, "ratio_max": 1.0},
     ...           {"loss": 2.0, "kl": None, "trained_tokens": 3, "ratio_mean": 2.0, "ratio_max": 4.0}]

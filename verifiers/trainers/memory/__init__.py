@@ -1,1 +1,1 @@
-"""The memory of a training and what makes it fit: a plan, optimizers with smaller state, weights in 4 bits."""
+"""The memory of a training, and how to reduce it: a plan, optimizers with smaller state, weights in 4 bits."""

@@ -1,4 +1,4 @@
-"""A trainer's model and configuration → its memory plan, before anything is allocated for training."""
+"""The memory plan of a trainer, from its model and configuration, before anything is allocated for training."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from verifiers.trainers.sampling import max_new_tokens
 
 logger = logging.getLogger("verifiers.trainers")
 
-MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled at once
+MOST_SLOTS = {"cpu": 64, "cuda": 1024}  # rollouts that are sampled concurrently
 MOST_SLOTS_ELSEWHERE = 64
 # Tokens to plan for without max_seq_length: of a prompt, of a conversation, of an SFT example.
 DEFAULT_PROMPT, DEFAULT_CONVERSATION, DEFAULT_EXAMPLE = 1024, 4096, 2048
-LEAST_GUESSED = 128  # if these do not fit into memory
+LEAST_GUESSED = 128  # the least to which these are reduced to fit into memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is trained, and how, as far as it determines memory."""
+    """The parts of a training that determine its memory."""
 
     config: TrainingConfig
     device: torch.device
@@ -37,11 +37,11 @@ class Job:
     samples: bool = False  # rollouts are sampled from the model in this process
     processes: int = 1
     sharding: str = "none"  # see `processes.sharded_states`
-    is_read: bool = True  # the whole model is run on the device between steps: to sample, or as the reference
+    is_read: bool = True  # the whole model runs on the device between steps, to sample or as the reference
 
     @property
     def home(self) -> torch.device:
-        """Where the whole model is kept: on the host if this process trains a shard of it and runs no more."""
+        """Where the whole model is kept: on the host if this process runs only a shard of it."""
         return torch.device("cpu") if self.sharding == "fsdp2" and not self.is_read else self.device
 
     def plan(
@@ -53,7 +53,7 @@ class Job:
         loaded: float = 0,
         in_4_bit: bool = False,
     ) -> MemoryPlan:
-        """The plan, or an error if it does not fit; ``loaded`` bytes of weights are on the device already."""
+        """The plan, or an error if it does not fit; ``loaded`` bytes of weights are already on the device."""
         config = self.config
         if trained is None:
             trained = size.parameters if self.adapters is None else size.adapters(getattr(self.adapters, "r", 8))
@@ -75,7 +75,7 @@ class Job:
             processes=self.processes,
         )
         capacity = free_memory(self.device) + loaded
-        processes_here = min(self.processes, max(int(torch.cuda.device_count()), 1))  # on this host, at most
+        processes_here = min(self.processes, max(int(torch.cuda.device_count()), 1))  # at most, on this host
         host = capacity if self.device.type == "cpu" else free_memory("cpu") / processes_here
         device = Device(kind=self.device.type, capacity=capacity, host=host)
         found = plan_memory(asked, device)
@@ -85,7 +85,7 @@ class Job:
         return found
 
     def plan_module(self, model: Any, *, dtype: torch.dtype, is_whole: bool) -> MemoryPlan:
-        """The plan for a module; ``is_whole``: it is on its device and has its adapters, if any."""
+        """The plan for a module; ``is_whole``: the module is on its device and already has its adapters, if any."""
         parameters = list(model.parameters())
         here = sum(one.numel() * one.element_size() for one in parameters if one.device.type == self.device.type)
         trained = sum(one.numel() for one in parameters if one.requires_grad) if is_whole else None
@@ -99,7 +99,7 @@ class Job:
 
 
 def _for_shorter(plan: MemoryPlan) -> MemoryPlan:
-    """A plan for the longest sequences that fit, where their length was a guess."""
+    """A plan for the longest sequences that fit, for a training whose length was a guess."""
     asked, length = plan.asked, plan.asked.length // 2
     while length >= LEAST_GUESSED:
         tokens = None if asked.step_tokens is None else asked.step_tokens * length // asked.length
@@ -118,13 +118,13 @@ def this_machine() -> tuple[int, float, str]:
 
 
 def slots_wanted(config: Any, device_type: str) -> int:
-    """Rollouts in flight, up to the number that is sampled at once on such a device."""
+    """Rollouts in flight, limited to the number that is sampled concurrently on such a device."""
     under_way = config.rollouts_per_generation * (1 + config.num_batches_ahead)
     return int(min(under_way, MOST_SLOTS.get(device_type, MOST_SLOTS_ELSEWHERE)))
 
 
 def shortest(*lengths: int | None) -> int | None:
-    """The least of some limits; None if there is none.
+    """The smallest limit; None if there is none.
 
     >>> shortest(512, None), shortest(None, None)
     (512, None)
@@ -133,7 +133,7 @@ def shortest(*lengths: int | None) -> int | None:
 
 
 def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int | None:
-    """The most tokens of a sequence, if the configuration determines it."""
+    """The largest number of tokens of a sequence, if the configuration determines it."""
     length: int | None = getattr(config, "max_seq_length", None)
     if length is None and isinstance(config, GRPOConfig) and isinstance(env, SingleTurnEnv):
         length = None if config.max_prompt_length is None else config.max_prompt_length + max_new_tokens(config, env)
@@ -141,7 +141,7 @@ def length_asked(config: TrainingConfig, env: Any, longest: int | None) -> int |
 
 
 def longest_sequence(config: TrainingConfig, env: Any, longest: int | None) -> int:
-    """The tokens of the longest sequence to plan for: as configured, or a default."""
+    """The number of tokens of the longest sequence to plan for: as configured, or a default."""
     length = length_asked(config, env, longest)
     if length is None:
         length = DEFAULT_CONVERSATION if isinstance(config, GRPOConfig) else DEFAULT_EXAMPLE

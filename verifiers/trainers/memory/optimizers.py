@@ -17,13 +17,13 @@ class OptimizerSpec:
     """Where the state of an optimizer is kept, and its size."""
 
     state_bytes: float  # for each trained parameter
-    on_host: bool = False  # float32 master copies and gradients too: the step is computed there
+    on_host: bool = False  # so are float32 master copies and gradients: the step is computed on the host
     is_paged: bool = False  # moved to the host when the GPU's memory is full
     bitsandbytes_class: str = ""  # empty: PyTorch's AdamW
 
     @property
     def state_format(self) -> str:
-        """The format of its state in a checkpoint: optimizers with the same one can resume from each other's."""
+        """The format of its state in a checkpoint; optimizers with the same format can resume from each other's."""
         return self.bitsandbytes_class or "AdamW"
 
 
@@ -36,7 +36,7 @@ OPTIMIZERS = {
     "paged_8bit": OptimizerSpec(_IN_8_BIT, is_paged=True, bitsandbytes_class="PagedAdamW8bit"),
     "cpu_offload": OptimizerSpec(8, on_host=True),
 }
-# The names of transformers' TrainingArguments.
+# The names in TrainingArguments of transformers.
 ALIASES = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -52,13 +52,13 @@ def check_optimizer(name: str, device_type: str, processes: int = 1) -> None:
     kind = OPTIMIZERS[name]
     if kind.on_host and processes > 1 and device_type == "cuda":
         raise ValueError(
-            f"optim={name!r} is for one process, and there are {processes}, whose cards cannot add up gradients on "
-            "the host: shard the optimizer over them instead, or take optim='adamw_8bit'"
+            f"optim={name!r} works with one process only, not with {processes}, which cannot sum gradients on the "
+            "host: shard the optimizer over the processes instead, or use optim='adamw_8bit'"
         )
     if kind.is_paged and device_type != "cuda":
         raise ValueError(
-            f"optim={name!r} pages states between a CUDA card and the host, and this trains on {device_type}: take "
-            "optim='adamw_8bit', or leave it out"
+            f"optim={name!r} pages optimizer states between a CUDA GPU and the host, but this training runs on "
+            f"{device_type}: use optim='adamw_8bit', or leave optim out"
         )
     if kind.bitsandbytes_class:
         bitsandbytes(f"optim={name!r}")

@@ -1,8 +1,8 @@
 """A model's sizes and the settings of a training → its memory by part, and the settings that make it fit.
 
-Nothing is allocated: `vf plan` plans from a model's configuration, a trainer from the model it was given. The peak is
-that of the worst moment, not the sum of all parts: there are no gradients and activations while the model is sampled
-from, and no activations at the end of a backward pass.
+Nothing is allocated: `vf plan` uses a model's configuration, a trainer the model it was given. The peak is the memory
+at the worst moment, not the sum of all parts: there are no gradients and activations during sampling, and no
+activations at the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from verifiers.trainers.memory.optimizers import OPTIMIZERS
 
 MOST_TOKENS = {"cpu": 4096, "cuda": 131072}  # of a micro-batch
 MOST_TOKENS_ELSEWHERE = 8192
-GOOD_TOKENS = 2048  # of a micro-batch: fewer do not keep a GPU busy
-# Activations of a layer for each token, in multiples of its widths: its input, the output of attention and the norms of
-# both; gate, up and their product; queries, keys, values and the output of attention.
+GOOD_TOKENS = 2048  # of a micro-batch; fewer do not keep a GPU busy
+# Activations of a layer for each token, in multiples of its widths. Hidden: its input, the output of attention and the
+# norms of both. Inner: gate, up and their product. Attention: queries, keys, values and the output.
 KEPT_OF_HIDDEN, KEPT_OF_INNER, KEPT_OF_ATTENTION = 4, 3, 2
 WORKING = 3  # gradients of each width that the backward pass of one layer holds at once
 IN_4_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: an 8-bit scale for 64 weights, and a 32-bit one for 256 scales
-LOGIT_CHUNKS = 2  # in memory at once
+LOGIT_CHUNKS = 2  # in memory at the same time
 # The size of a chunk in `verifiers.trainers.learning.target_logprobs`.
 CHUNK_BYTES = {"cuda": 2 << 30}
 CHUNK_BYTES_ELSEWHERE = 1 << 30
-SAMPLED_LOGITS = 4 * LOGIT_COPIES  # bytes that sampling holds for each logit of a slot
+SAMPLED_LOGITS = 4 * LOGIT_COPIES  # bytes that sampling needs for each logit of a slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,20 +38,20 @@ class ModelSize:
     """The sizes of a model that determine its memory; tied parameters count once."""
 
     parameters: int
-    linear: int  # parameters of the linear layers without the head: those that are quantised or get adapters
-    linear_sides: int  # sum of their in_features and out_features: the parameters of adapters of rank 1
+    linear: int  # parameters of the linear layers without the head, which are quantised or get adapters
+    linear_sides: int  # sum of their in_features and out_features, which is the parameters of rank-1 adapters
     largest: int  # elements of the largest parameter
     layers: int
     hidden: int
     inner: int  # width of the feed-forward
     attended: int  # width of the queries
-    kv: int  # width of keys, and of values
+    kv: int  # width of the keys (and of the values)
     vocabulary: int
-    longest: int | None  # positions that the model knows
+    longest: int | None  # positions that the model supports
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
-        """The sizes of a module, or of the model of a configuration, which is built on the meta device."""
+        """The sizes of a module, or of a configuration's model, which is built on the meta device."""
         if not hasattr(model, "named_modules"):
             model = on_meta(model)
         text, base = text_config(model.config), base_model(model)
@@ -83,7 +83,7 @@ class ModelSize:
 
     @property
     def kept(self) -> int:
-        """Elements that one layer keeps for each token for its backward pass."""
+        """Elements that one layer keeps for each token until its backward pass."""
         attention = KEPT_OF_ATTENTION * (self.attended + self.kv)
         return KEPT_OF_HIDDEN * self.hidden + KEPT_OF_INNER * self.inner + attention
 
@@ -93,7 +93,7 @@ class ModelSize:
 
 
 def _of_linear(name: str) -> str:
-    """The name of the linear layer that a weight belongs to; with adapters the weight is in its base_layer."""
+    """The name of the linear layer that a weight belongs to; with adapters, the weight is in its base_layer."""
     return name.removesuffix(".weight").removesuffix(".base_layer") if name.endswith(".weight") else ""
 
 
@@ -108,13 +108,13 @@ class Training:
     weight_bytes: int = 2
     optim: str = "adamw"
     in_4_bit: bool = False
-    slots: int = 0  # sequences to sample at once, if there is memory; 0: none are sampled in this process
-    has_reference: bool = False  # KL to a copy of the weights (none with adapters)
+    slots: int = 0  # sequences to sample concurrently, if memory allows; 0: no sampling in this process
+    has_reference: bool = False  # KL to a copy of the weights (with adapters there is no copy)
     samples_ahead: bool = False  # rollouts are sampled during updates
-    gradient_checkpointing: bool | None = None  # None: if it does not fit without
+    gradient_checkpointing: bool | None = None  # None: only if the training does not fit without
     micro_batch_tokens: int | None = None
     step_tokens: int | None = None  # of one update, at most
-    sharding: str = "none"  # or ddp, zero2, fsdp2 (for ZeRO-3 as well, which shards the same)
+    sharding: str = "none"  # or ddp, zero2, fsdp2 (also for ZeRO-3, which shards the same tensors)
     processes: int = 1
 
     @property
@@ -123,18 +123,18 @@ class Training:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the KV cache."""
+        """Bytes of the KV cache for each token."""
         return 2 * self.size.layers * self.size.kv * self.weight_bytes
 
     @property
     def optimizer_shards(self) -> int:
-        """Parts that gradients and optimizer state are divided into."""
+        """The number of shards of gradients and optimizer state."""
         return self.processes if self.sharding in ("zero2", "fsdp2") else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Bytes that a training may use on its device, weights included, and on the host."""
+    """Bytes that a training may use on its device, including its weights, and on the host."""
 
     kind: str
     capacity: float
@@ -147,7 +147,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """The memory of a training, in bytes by part, and the settings chosen to make it fit."""
+    """The memory of a training, in bytes by part, and the settings that were chosen to make it fit."""
 
     asked: Training
     device: Device
@@ -166,14 +166,14 @@ class MemoryPlan:
 
     @property
     def told(self) -> list[str]:
-        """The settings chosen to make it fit, in words."""
+        """The settings that were chosen to make it fit, in words."""
         asked, found = self.asked, []
         if asked.is_shortened:
-            found.append(f"sequences of at most {asked.length} tokens are planned for (max_seq_length says otherwise)")
+            found.append(f"sequences of at most {asked.length} tokens are assumed (set max_seq_length to change this)")
         if self.gradient_checkpointing and not asked.gradient_checkpointing:
             found.append("gradient checkpointing")
         if self.releases_cache:
-            found.append("the KV cache is given back while it learns")
+            found.append("the KV cache is released during updates")
         if self.slots < asked.slots:
             found.append(f"{self.slots} of {asked.slots} rollouts are sampled at once")
         if asked.micro_batch_tokens is None and self.micro_batch_tokens < min(
@@ -190,7 +190,7 @@ class MemoryPlan:
 
 
 def plan_memory(asked: Training, device: Device) -> MemoryPlan:
-    """The fastest plan that fits, by settings that change no result; if none fits, the smallest."""
+    """The fastest plan that fits, using only settings that do not change results; if none fits, the smallest."""
     plans: list[MemoryPlan] = []
     for slots in _slots(asked.slots):
         for checkpointing, releases in _settings(asked):
@@ -236,7 +236,7 @@ def _planned(asked: Training, device: Device, slots: int, checkpointing: bool, r
 
     def learning(tokens: int) -> float:
         acts = activations(asked, tokens, checkpointing) + logits(asked, tokens, device.kind)
-        is_only = asked.step_tokens is not None and tokens >= asked.step_tokens  # no gradients accumulated before it
+        is_only = asked.step_tokens is not None and tokens >= asked.step_tokens  # no gradients are accumulated yet
         return always + held + max((0 if is_only else kept) + gathered + acts, most)
 
     tokens = asked.micro_batch_tokens or _tokens(asked, device, checkpointing, learning)
@@ -244,7 +244,7 @@ def _planned(asked: Training, device: Device, slots: int, checkpointing: bool, r
     whole = asked.size.parameters * asked.weight_bytes if asked.sharding == "fsdp2" and slots else 0
     peak = max(learning(most_tokens), always + whole + cache + sampled)
     copies = _copies(asked) if device.kind == "cpu" and slots else 0
-    if peak + copies > device.usable:  # the engine does without
+    if peak + copies > device.usable:  # the engine then runs without copies
         copies = 0
     peak += copies
     spare = max(device.usable - peak, 0) / 2
@@ -273,7 +273,7 @@ def _planned(asked: Training, device: Device, slots: int, checkpointing: bool, r
 
 
 def _tokens(asked: Training, device: Device, checkpointing: bool, learning: Any) -> int:
-    """Tokens of a micro-batch: as many as half of the free memory holds, and no fewer than one sequence has."""
+    """Tokens of a micro-batch: as many as fit into half of the free memory, but at least those of one sequence."""
     left = (device.usable - learning(0)) / 2
     bytes_per_token = activations(asked, 1, checkpointing) - activations(asked, 0, checkpointing)
     most = MOST_TOKENS.get(device.kind, MOST_TOKENS_ELSEWHERE)
@@ -281,7 +281,7 @@ def _tokens(asked: Training, device: Device, checkpointing: bool, learning: Any)
 
 
 def _resident(asked: Training) -> tuple[dict[str, float], float]:
-    """What is in memory all the time, on the device and on the host."""
+    """Memory that is in use all the time: on the device, by part, and on the host."""
     size, kind, trained = asked.size, OPTIMIZERS[asked.optim], asked.trained
     adapters = 0 if asked.trains_all else trained
     in_4_bit = size.linear if asked.in_4_bit else 0
@@ -298,31 +298,31 @@ def _resident(asked: Training) -> tuple[dict[str, float], float]:
 
 
 def _gradients(asked: Training) -> tuple[float, float, float]:
-    """Gradients accumulated between micro-batches; those at the end of a backward pass; those on the host."""
+    """Bytes of gradients: between micro-batches, at the end of a backward pass, and on the host."""
     trained = asked.trained / asked.optimizer_shards
     one = min(asked.size.largest, trained) * asked.weight_bytes
     if OPTIMIZERS[asked.optim].on_host:
         return one, one, trained * 4
     if asked.weight_bytes == 4:
         return trained * 4, trained * 4, 0
-    # Sharded gradients are moved by FSDP2 or DeepSpeed, all of this process's at once.
+    # FSDP2 and DeepSpeed move all gradients of a process at once.
     return trained * 4, trained * 4 + (one if asked.optimizer_shards == 1 else trained * asked.weight_bytes), 0
 
 
 def _gathered(asked: Training) -> float:
-    """Layers that FSDP2 has gathered at once: the one that is computed and the next."""
+    """Bytes of the layers that FSDP2 holds gathered: the current layer and the next."""
     if asked.sharding != "fsdp2":
         return 0.0
     return 2 * asked.size.linear / asked.size.layers * asked.weight_bytes
 
 
 def _copies(asked: Training) -> float:
-    """Weights packed for sampling in C, if there is memory for them."""
+    """Bytes of weights packed for sampling in C, which is done if there is memory for it."""
     return (asked.size.linear + asked.size.vocabulary * asked.size.hidden) * 4 if asked.weight_bytes == 4 else 0
 
 
 def activations(asked: Training, tokens: int, checkpointing: bool) -> float:
-    """Activations that a micro-batch keeps for its backward pass, and the working memory of one layer there."""
+    """Bytes of activations that a micro-batch keeps for its backward pass, plus the working memory of one layer."""
     size, each = asked.size, asked.weight_bytes
     working = tokens * WORKING * (size.inner + size.hidden) * each
     layers = size.layers * size.hidden + size.kept if checkpointing else size.layers * size.kept
@@ -331,7 +331,7 @@ def activations(asked: Training, tokens: int, checkpointing: bool) -> float:
 
 
 def logits(asked: Training, tokens: int, device_kind: str) -> float:
-    """Chunks of logits, and the gradient of the head, which is summed over them."""
+    """Bytes of the chunks of logits, and of the gradient of the head, which is summed over the chunks."""
     size = asked.size
     most = CHUNK_BYTES.get(device_kind, CHUNK_BYTES_ELSEWHERE)
     head = size.vocabulary * size.hidden * 4 if asked.trains_all and tokens else 0

@@ -1,4 +1,4 @@
-"""A model → the same with its linear layers quantised to 4 bits (NF4, as in QLoRA), to train adapters on."""
+"""Quantises the linear layers of a model to 4 bits (NF4, as in QLoRA), to train adapters on it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from verifiers.trainers.memory.optimizers import bitsandbytes
 
 
 def in_4_bit(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Quantise every linear layer but the head, one by one, on the device; the rest is moved there in this dtype."""
+    """Quantise every linear layer except the head, one by one, on the device; move the rest there in this dtype."""
     library = bitsandbytes("load_in_4bit=True")
     head = model.get_output_embeddings()
     found = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and one is not head]
     if not found:
-        raise ValueError(f"a {type(model).__name__} has no linear layer that load_in_4bit=True could put into 4 bits")
-    while found:  # each layer is freed when it is replaced: memory never holds both models
+        raise ValueError(f"load_in_4bit=True cannot be used: {type(model).__name__} has no linear layer to quantise")
+    while found:  # each layer is freed when it is replaced, so that memory never holds both models
         name, one = found.pop()
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, _linear(library, one, device, dtype))
@@ -40,7 +40,7 @@ def _linear(library: Any, linear: nn.Linear, device: torch.device, dtype: torch.
 
 
 def in_one_layout(model: Any) -> Any:
-    """Keep the layout of 4-bit weights: bitsandbytes repacks them for inference on some CPUs, without a backward."""
+    """Keep the layout of 4-bit weights: on some CPUs bitsandbytes repacks them for inference, without a backward."""
     for one in model.modules():
         if hasattr(one, "support_avx512bf16_for_cpu"):
             one.support_avx512bf16_for_cpu = False
@@ -48,7 +48,7 @@ def in_one_layout(model: Any) -> Any:
 
 
 def _to(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Move the parameters that are not quantised; transformers refuses to move such a model as a whole."""
+    """Move the parameters that are not quantised; transformers refuses to move a quantised model as a whole."""
     for module in model.modules():
         for one in module.parameters(recurse=False):
             if one.is_floating_point():

@@ -1,4 +1,4 @@
-"""A model and some GPUs → every way to train it on them; and for a training that does not fit, settings that help."""
+"""The ways to train a model on some GPUs; and for a training that does not fit, the settings that would help."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Way:
 
     @property
     def rollouts(self) -> int:
-        """Of one step, on all GPUs."""
+        """Rollouts of one step, on all GPUs."""
         return self.plan.asked.slots * self.plan.asked.processes
 
 
@@ -41,7 +41,7 @@ def read_cards(text: str) -> tuple[int, float]:
     """
     found = _CARDS.fullmatch(text.strip())
     if found is None or not 1 <= int(found[1] or 1) <= MOST_CARDS or float(found[2]) <= 0:
-        raise ValueError(f"{text!r} is no number of cards and their memory: write 4x24GB, 80GB or 8x141GiB")
+        raise ValueError(f"{text!r} is not a number of GPUs with their memory: write 4x24GB, 80GB or 8x141GiB")
     return int(found[1] or 1), float(found[2]) * UNITS[found[3].upper()]
 
 
@@ -59,7 +59,7 @@ def ways_to_train(
 ) -> list[Way]:
     """The ways, from training all weights to the one with the least memory; ``rollouts`` are those of one step.
 
-    Each GPU gets whole groups, as `GRPOConfig` requires, so that there may be a few more.
+    Each GPU gets whole groups, as `GRPOConfig` requires, so that a step may have a few more rollouts.
     """
     each = -(-rollouts // (cards * GRPOConfig.group_size)) * GRPOConfig.group_size
     device = Device(kind=kind, capacity=card_bytes, host=host_bytes / cards)
@@ -104,22 +104,21 @@ def best(ways: list[Way]) -> Way | None:
 
 
 def check_fits(plan: MemoryPlan, where: str) -> None:
-    """WillNotFitError for a plan that does not fit, with the settings that would make it fit."""
+    """Raise WillNotFitError for a plan that does not fit; the message has the settings that would make it fit."""
     if plan.fits:
         return
     asked, device = plan.asked, plan.device
     ways = [f"{knob} ({gb(found.peak)})" for knob, found in _remedies(plan) if found.fits]
     advice = f"it fits with {'; or '.join(ways)}" if ways else (
-        "no knob of one process makes it fit: take a smaller model, or several GPUs (vf plan MODEL --gpus 4x80GB)"
+        "no setting of one process makes it fit: use a smaller model, or several GPUs (vf plan MODEL --gpus 4x80GB)"
     )  # fmt: skip
     what = "all weights" if asked.trains_all else "adapters"
     parts = ", ".join(f"{name} {gb(size)}" for name, size in plan.parts.items() if size)
-    lacks = f"{gb(device.capacity)} are free on {where}"
+    lacks = f"but {gb(device.capacity)} are free on {where}"
     if plan.peak <= device.usable:
-        lacks = f"{gb(plan.host)} on the host, which has {gb(device.host)} free"
+        lacks = f"and {gb(plan.host)} on the host, which has {gb(device.host)} free"
     raise WillNotFitError(
-        f"training {what} needs {gb(plan.peak)} at its peak ({parts}), and {lacks}, of which a tenth is left alone: "
-        f"{advice}"
+        f"training {what} needs {gb(plan.peak)} at its peak ({parts}), {lacks}, of which a tenth stays unused: {advice}"
     )
 
 
@@ -130,7 +129,7 @@ def _remedies(plan: MemoryPlan) -> Iterator[tuple[str, MemoryPlan]]:
         yield "gradient_checkpointing=True", plan_memory(replace(asked, gradient_checkpointing=True), device)
     if asked.samples_ahead:
         yield "num_batches_ahead=0", plan_memory(replace(asked, samples_ahead=False), device)
-    is_sharded = asked.sharding in ("zero2", "fsdp2")  # without other optimizers and 4 bits
+    is_sharded = asked.sharding in ("zero2", "fsdp2")  # sharding supports neither other optimizers nor 4 bits
     for name, kind in OPTIMIZERS.items() if asked.trains_all and not is_sharded else ():
         can_run = device.kind == "cuda" or not (kind.is_paged or kind.on_host)
         if name != asked.optim and can_run and not (kind.on_host and asked.processes > 1):

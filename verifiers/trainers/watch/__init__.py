@@ -1,1 +1,1 @@
-"""What a training shows of itself: report, journal, display, plot, audit, advice, trackers."""
+"""Monitoring of a training: report, journal, display, plot, audit, advice, trackers."""

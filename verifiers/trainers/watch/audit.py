@@ -1,4 +1,4 @@
-"""A finished training → a Markdown report: did the reward rise, from what, does it look like reward hacking?"""
+"""A finished training → a Markdown report: did the reward rise, and why? Does it look like reward hacking?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT = 50  # candidates of each list that are kept in memory
 EXCERPT_CHARS = 600
 MAX_STEPS = 20  # at the start and at the end, whose mean rewards are compared
 SHORT_SHARE = 0.1  # of the median length
-HIGH_SHARE = 0.9  # of the range of rewards: those above it are high
+HIGH_SHARE = 0.9  # of the range of rewards; rewards above it are high
 REPETITIVE_CHARS, REPETITIVE_RATIO = 200, 0.15  # minimum length, maximum compression ratio
 ERRORS = 2.0  # standard errors by which a metric must change to count as risen or fallen
 
@@ -62,7 +62,7 @@ class ReplyStats:
 
 
 class RolloutStats:
-    """Statistics of one pass over the rollouts, and the records of those that may be shown."""
+    """Statistics from one pass over the rollouts, and the records of candidates to show."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = max(last_step, 1)
@@ -124,7 +124,7 @@ class RolloutStats:
 def audit(steps: Iterable[Mapping[str, Any]], rollouts: Iterable[Mapping[str, Any]]) -> str:
     """A report in Markdown about a training, from the lines of its ``metrics.jsonl`` and its sampled rollouts.
 
-    Model output is indented as code: nothing in it can become a heading, a link or a tag.
+    Model output is indented as code, so that nothing in it can become a heading, a link or a tag.
 
     >>> page = audit([{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.75}], [])
     >>> print(page.splitlines()[4])
@@ -137,7 +137,7 @@ def audit(steps: Iterable[Mapping[str, Any]], rollouts: Iterable[Mapping[str, An
     for record in rollouts:
         stats.add(record)
     parts = [
-        ["# Audit of a training", "", "What follows is for a person to judge; nothing here is a verdict."],
+        ["# Audit of a training", "", "This report is for a person to judge; nothing in it is a verdict."],
         _reward_part(made, [line for line in lines if isinstance(line.get("eval"), Mapping)]),
         _metrics_part(made),
         _notices_part([line for line in lines if isinstance(line.get("notice"), str)]),
@@ -161,7 +161,7 @@ def _reward_part(made: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str,
     if any(map(is_filtered, scored)):
         whole = [line for line in scored if number(line.get("reward_sampled")) is not None]
         start, end = (_reward_words(part, "reward_sampled") for part in (whole[:k], whole[-k:]))
-        lines.append(f"That is of what was learned from; of all that was sampled it went from {start} to {end}.")
+        lines.append(f"That is of the rollouts trained on; of all sampled rollouts it went from {start} to {end}.")
     evals = [line for line in evals if any(number(line["eval"].get(name)) is not None for name in ("reward", "failed"))]
     for line in [evals[0], evals[-1]] if len(evals) > 1 else evals:
         reward, low, high, failed = (number(line["eval"].get(name)) for name in ("reward", "low", "high", "failed"))
@@ -204,7 +204,7 @@ def _metrics_part(made: Sequence[Mapping[str, Any]]) -> list[str]:
     head = ["## Reward functions and metrics", ""]
     table = ["| name | first quarter | last quarter | change |", "|---|---|---|---|", *rows]
     if rose and fell:
-        table += ["", f"While {', '.join(rose)} rose, {', '.join(fell)} fell: is one bought with the other?"]
+        table += ["", f"While {', '.join(rose)} rose, {', '.join(fell)} fell: is this at the expense of the other?"]
     return head + table
 
 
@@ -238,7 +238,7 @@ def _drift_part(stats: RolloutStats) -> list[str]:
         lines.append(f"| {name} | {first.mean(name):.1f} | {last.mean(name):.1f} |")
     others = [name for name in first.sums | last.sums if name not in ("characters", "lines")]
     shares = [(name, first.mean(name), last.mean(name)) for name in others]
-    shares.append(("begins as most others do", first.same_opening(), last.same_opening()))
+    shares.append(("has the most common beginning", first.same_opening(), last.same_opening()))
     lines += [f"| {name} | {before:.0%} | {after:.0%} |" for name, before, after in shares if before or after]
     opening, count = last.openings.most_common(1)[0]
     lines += ["", f"The most common beginning at the end ({count} of {last.count}):", "", *block(opening)]
@@ -270,7 +270,7 @@ def _rollout(record: Mapping[str, Any], why: str = "") -> Iterator[str]:
 
 
 def reply_of(record: Mapping[str, Any]) -> str:
-    """The text of all messages of the model in a rollout.
+    """The text of all of the model's messages in a rollout.
 
     >>> reply_of({"completion": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}]})
     '4'
@@ -289,7 +289,7 @@ def _last_prompt(record: Mapping[str, Any]) -> str:
 
 
 def excerpt(text: str, chars: int = EXCERPT_CHARS) -> str:
-    """Text, shortened in the middle to about so many characters.
+    """Text, shortened in the middle to about this many characters.
 
     >>> excerpt("abcdefghij", 4)
     'ab … (6 characters) … ij'
@@ -302,7 +302,7 @@ def excerpt(text: str, chars: int = EXCERPT_CHARS) -> str:
 
 
 def block(text: str) -> list[str]:
-    r"""Text as an indented code block, which no content can end.
+    r"""Text as an indented code block, which its content cannot end.
 
     >>> block("a\n```\n\n# b\x1b[31m")
     ['    a', '    ```', '    ', '    # b']
@@ -311,12 +311,12 @@ def block(text: str) -> list[str]:
 
 
 def _inline(text: str) -> str:
-    """Text for a sentence or a table cell, with the characters of Markdown escaped."""
+    """Text for a sentence or a table cell, with Markdown characters escaped."""
     return re.sub(r"([\\`*_\[\]<>|#&!])", r"\\\1", clean(text))
 
 
 def is_repetitive(text: str) -> bool:
-    """Does a long text compress so well that it must repeat itself?
+    """Whether a long text compresses so well that it must repeat itself.
 
     >>> is_repetitive("and so on, " * 60), is_repetitive("short short short")
     (True, False)
@@ -328,7 +328,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def _push(heap: list[Any], item: tuple[Any, ...]) -> None:
-    """Keep the KEPT largest; a unique count before the record makes sure that records are never compared."""
+    """Keep the KEPT largest items. A unique count before the record prevents comparisons of records."""
     (heapq.heappush if len(heap) < KEPT else heapq.heappushpop)(heap, item)
 
 

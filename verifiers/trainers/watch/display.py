@@ -1,4 +1,4 @@
-"""Metrics of a training → a live panel in a terminal or notebook; elsewhere a line every ``logging_steps``."""
+"""Shows metrics of a training: a live panel in a terminal or notebook, elsewhere a line every ``logging_steps``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verifiers.trainers.watch.notebook_panel import NotebookPanel
 from verifiers.trainers.watch.wording import SPARK_CHARS, clean, is_filtered, labelled, number, sparkline, with_interval
 
 BAR_CHARS = 24
-RECENT_STEPS = 20  # steps from which the time left is estimated
+RECENT_STEPS = 20  # steps from which the remaining time is estimated
 DRAW_EVERY_S = 0.2
 ECHO_CHARS = 5  # columns left free beside the panel: see `_Narrower`
 _PHASES = (
@@ -68,7 +68,7 @@ class TrainingDisplay:
         self.phase = "starting"
         self.sampling: Tally | None = None  # counts the rollouts in progress
         self._phase_began = 0.0
-        self.steps: list[Mapping[str, Any]] = []  # shown so far: a notebook plots them
+        self.steps: list[Mapping[str, Any]] = []  # shown so far; a notebook plots them
         self.evals: list[Mapping[str, Any]] = []
         self._history: dict[str, list[float]] = {}
         self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
@@ -109,7 +109,7 @@ class TrainingDisplay:
         self._show(self.line() if is_due else "")
 
     def enter(self, phase: str) -> None:
-        """Show what the trainer is doing now; without a panel only until the first step has metrics to show."""
+        """Show what the trainer is doing; without a panel, only until the first step has metrics to show."""
         self.phase, self._phase_began = phase, time.monotonic()
         self._show("" if self.metrics else phase)
 
@@ -145,7 +145,7 @@ class TrainingDisplay:
     # --- what is drawn ------------------------------------------------------------------------------------------
 
     def line(self) -> str:
-        """The last step in one line; metrics that it does not have are left out."""
+        """The last step on one line, without the metrics that it does not have."""
         metrics = self.metrics
         parts = [
             f"step {metrics.get('step', '–')}/{self.total_steps}",
@@ -211,7 +211,7 @@ class TrainingDisplay:
         return "  ".join(part for part in parts if part)
 
     def _time_parts(self) -> list[tuple[str, float, str]]:
-        """Label, seconds and colour of the phases of the last step, and of the rest of its time."""
+        """Label, seconds and colour of each phase of the last step, and of the rest of its time."""
         found = [(name, number(self.metrics.get(key)) or 0.0, color) for name, key, color in _PHASES]
         known = sum(seconds for _, seconds, _ in found)
         rest = (number(self.metrics.get("step_s")) or known) - known
@@ -227,7 +227,7 @@ class TrainingDisplay:
         tally = self.sampling
         if not self.phase.startswith("sampling"):
             return f"{self.phase}{took}"
-        if tally is None or not tally.total:  # the engine times its backends or compiles
+        if tally is None or not tally.total:  # the engine is timing its backends or compiling
             return f"preparing the sampler, then {self.phase}{took}"
         tokens = tally.activity.tokens_so_far if tally.activity is not None else tally.tokens
         return f"{self.phase}: {tally.done:,} of {tally.total:,} done, {tokens:,} tokens{took}"
@@ -249,7 +249,7 @@ class TrainingDisplay:
         return f"evaluation{'' if step is None else f' after step {step:.0f}'}: {reward or loss or 'no reward'}{counts}"
 
     def _time_left_s(self) -> float | None:
-        """Estimated from the last steps, with the evaluations and checkpoints between them."""
+        """The remaining time, estimated from the last steps, including evaluations and checkpoints between them."""
         step, ends = number(self.metrics.get("step")), self._step_ends
         if step is None or len(ends) < 2:
             return None
@@ -265,7 +265,7 @@ class TrainingDisplay:
                 self._history.setdefault(key, []).append(found)
 
     def _show(self, text: str, force: bool = False) -> None:
-        """Redraw the panel, at most every DRAW_EVERY_S; without a panel print the text, if there is any."""
+        """Redraw the panel, at most every DRAW_EVERY_S; without a panel, print the text, if any."""
         now = time.monotonic()
         if self._live is None:
             if text:
@@ -287,7 +287,7 @@ def _time_bar(parts: Sequence[tuple[str, float, str]]) -> Text:
 
 
 class _Curve:
-    """A sparkline of the whole history, as wide as there is room for."""
+    """A sparkline of the whole history, as wide as space allows."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -311,9 +311,9 @@ class _SamplingTally(Tally):
 
 
 class _Narrower:
-    """The panel, not quite as wide as the terminal is now.
+    """The panel, slightly narrower than the terminal.
 
-    A terminal echoes ^C at the cursor: in a full line that would wrap and move the panel down by one.
+    A terminal echoes ^C at the cursor. On a full line, this would wrap and move the panel down by one line.
     """
 
     def __init__(self, panel: RenderableType) -> None:
@@ -324,7 +324,7 @@ class _Narrower:
 
 
 def _make_live(stream: IO[str], picture: Callable[[], RenderableType]) -> Live:
-    # Results that a program writes to a piped stdout must not be redirected into the panel.
+    # Results that a program writes to a piped stdout must not be redirected to the panel.
     return Live(
         get_renderable=lambda: _Narrower(picture()),
         console=Console(file=stream),

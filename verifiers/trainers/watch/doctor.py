@@ -1,4 +1,4 @@
-"""Metrics of each step → a notice when a training goes wrong: what is seen, and which setting to change."""
+"""Metrics of each step → a notice when a training goes wrong, with the symptom and the settings to change."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from verifiers.trainers.watch.wording import number, variance
 SILENCE = 50  # steps before a notice of the same kind is repeated
 PATIENCE = 3  # consecutive steps before a notice is given
 WINDOW = 10  # steps over which reward functions are judged
-BLOCK, MAX_BLOCKS = 20, 50  # steps whose mean rewards are compared, and how many such blocks
+BLOCK, MAX_BLOCKS = 20, 50  # steps in a block whose mean reward is compared, and the number of such blocks
 
 TRUNCATED_SHARE = 0.9  # of completions
 FAILED_SHARE = 0.2  # of rollouts that failed
 CLIPPED_SHARE = 0.3  # of tokens whose ratio was clipped
 RATIO_MEAN = (0.8, 1.25)
 RATIO_MAX = 20.0
-KL_MAX = 1.0  # nats a token
-ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # of its initial value; nats a token
-SOLVED_SHARE = 0.9  # of the range of rewards seen so far: a mean above it is solved
-SOLVED_LEAST = 0.5  # of the sum of the weights: the best reward must be at least this for that
-GAIN_SHARE = 0.03  # of the range of rewards, in half a window: rewards still rise
+KL_MAX = 1.0  # nats per token
+ENTROPY_SHARE, ENTROPY_MAX = 0.2, 0.1  # share of its initial value; nats per token
+SOLVED_SHARE = 0.9  # of the range of rewards seen so far; rows with a mean above it are solved
+SOLVED_LEAST = 0.5  # of the sum of the weights; solved rows need a best reward of at least this
+GAIN_SHARE = 0.03  # of the range of rewards; a larger gain over half a window means that rewards still rise
 DOMINANT_SHARE = 0.98  # of the weighted variance
 DOMINANT_SCALE = 20.0  # ratio of the standard deviations of two reward functions
 SATURATED_SPREAD = 0.1  # standard deviation, as a share of a function's own range, below which it is saturated
@@ -45,10 +45,10 @@ class Notice:
 
 
 class Watch:
-    """Checks the metrics of every step and gives notices, each kind at most once in SILENCE steps.
+    """Checks the metrics of every step and returns notices, each kind at most once in SILENCE steps.
 
-    ``config`` is a GRPOConfig or a mapping: notices name its values beside the settings. ``weights`` are those of the
-    reward functions by name; a metric without a weight may stay constant and is not checked.
+    ``config`` is a GRPOConfig or a mapping; notices mention its current values. ``weights`` are the weights of the
+    reward functions by name. Metrics without a weight are not checked, because they may stay constant.
 
     >>> watch = Watch({"max_new_tokens": 64})
     >>> for step in range(1, 4):
@@ -67,7 +67,7 @@ class Watch:
         self._entropies: list[float] = []
         self._best, self._worst = -math.inf, math.inf
         self._columns: deque[Mapping[str, list[float]]] = deque(maxlen=WINDOW)  # values of each reward function
-        self._varied: set[str] = set()  # reward functions that have given different values
+        self._varied: set[str] = set()  # reward functions that have returned different values
 
     def look(self, step_metrics: Mapping[str, Any], batch_view: Mapping[str, Any]) -> list[Notice]:
         """The notices about a step; usually none."""
@@ -95,7 +95,7 @@ class Watch:
         return notices
 
     def recall(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Look at the steps before a resume; their notices have been given."""
+        """Process the steps before a resume; their notices were already given."""
         for metrics in steps:
             self.look(metrics, {})
 
@@ -106,8 +106,8 @@ class Watch:
             value = metrics.get(name)
             if isinstance(value, float) and not math.isfinite(value):
                 return (
-                    f"{name} is {value}: this step moved nothing; if that goes on, resume from an earlier checkpoint "
-                    f"with a lower {self._knob('learning_rate')}, and bf16 or full precision rather than fp16"
+                    f"{name} is {value}, so this step was skipped; if this continues, resume from an earlier "
+                    f"checkpoint with a lower {self._knob('learning_rate')}, and with bf16 or float32 rather than fp16"
                 )
         return None
 
@@ -118,16 +118,16 @@ class Watch:
         if not self._lasts("failures", share >= FAILED_SHARE):
             return None
         return (
-            f"{share:.0%} of rollouts failed ({failed} of {total}), for {PATIENCE} steps: they train "
-            "nothing; their errors are in results.jsonl (see `vf view`), and lie with the environment, a judge or an "
-            "endpoint, not with the policy"
+            f"{share:.0%} of rollouts failed ({failed} of {total}), for {PATIENCE} steps: they are not "
+            "trained on; their errors are in results.jsonl (see `vf view`), and come from the environment, a judge or "
+            "an endpoint, not from the policy"
         )
 
     def _refusals(self, metrics: Mapping[str, Any]) -> str | None:
         reasons = metrics.get("refused_reasons")
         if not isinstance(reasons, list) or not reasons:
             return None
-        return f"{metrics.get('refused')} rollouts were not learned from, as their tokens are not known: {reasons[0]}"
+        return f"{metrics.get('refused')} rollouts were not trained on: {reasons[0]}"
 
     def _no_variance(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> str | None:
         # Some estimators compare turns, or rollouts of different groups.
@@ -137,10 +137,10 @@ class Watch:
         mean = f" (mean {self._rewards[-1]:.3f})" if self._rewards else ""
         seen = f"no group had any variance in its rewards{mean} for {PATIENCE} steps: nothing is learned"
         if self._is_solved():
-            return f"{seen}; these rows look solved: stop here, or go on with harder ones"
+            return f"{seen}; these rows look solved: stop here, or continue with harder ones"
         return (
-            f"{seen}; raise {self._knob('temperature')} or {self._knob('group_size')}, give easier rows or a reward "
-            "for part of the way, warm up with SFTTrainer, or look for rows that differ with "
+            f"{seen}; raise {self._knob('temperature')} or {self._knob('group_size')}, use easier rows or a reward "
+            "for partial success, warm up with SFTTrainer, or sample until rewards vary with "
             f"{self._knob('dynamic_sampling')}"
         )
 
@@ -151,7 +151,7 @@ class Watch:
         seen = f"{share:.0%} of completions were cut off at the token limit for {PATIENCE} steps"
         if self._value("mask_truncated_completions") is True:
             return (
-                f"{seen}, and with mask_truncated_completions they train nothing: raise "
+                f"{seen}, and with mask_truncated_completions they are not trained on: raise "
                 f"{self._knob('max_new_tokens')}, or ask for shorter replies"
             )
         return (
@@ -166,8 +166,8 @@ class Watch:
         if now >= ENTROPY_SHARE * start or now >= ENTROPY_MAX or self._is_solved() or self._is_gaining():
             return None
         return (
-            f"entropy fell from {start:.2f} to {now:.3f} nats a token: the policy says nearly the same each time and "
-            f"finds nothing new; from an earlier checkpoint, raise {self._knob('temperature')} or "
+            f"entropy fell from {start:.2f} to {now:.3f} nats per token: the policy hardly varies its replies, so that "
+            f"it finds nothing new; resume from an earlier checkpoint and raise {self._knob('temperature')} or "
             f"{self._knob('kl_coef')}, or lower {self._knob('learning_rate')}"
         )
 
@@ -185,7 +185,7 @@ class Watch:
             return None
         off_policy = "num_batches_ahead" if self._value("num_batches_ahead") else "num_iterations"
         return (
-            f"{' and '.join(seen)}, for {PATIENCE} steps: updates go too far from the policy that was sampled; lower "
+            f"{' and '.join(seen)}, for {PATIENCE} steps: updates move too far from the policy that sampled; lower "
             f"{self._knob('learning_rate')}, {self._knob(off_policy)} or {self._knob('epsilon')}, or cap the "
             f"weights of tokens with {self._knob('importance_cap')}"
         )
@@ -195,13 +195,13 @@ class Watch:
         if not self._lasts("kl", kl is not None and kl > KL_MAX):
             return None
         return (
-            f"the policy is {kl:.2f} nats a token away from the reference (above {KL_MAX:g} for {PATIENCE} steps): "
-            f"raise {self._knob('kl_coef')} or lower {self._knob('learning_rate')}, and read some replies: are they "
-            "still language?"
+            f"the KL divergence from the reference is {kl:.2f} nats per token (above {KL_MAX:g} for {PATIENCE} steps): "
+            f"raise {self._knob('kl_coef')} or lower {self._knob('learning_rate')}, and read some replies to see "
+            "whether they still make sense"
         )
 
     def _falling_reward(self) -> str | None:
-        """Compares the last block of steps with the best block before it."""
+        """Compare the last block of steps with the best block before it."""
         recent = self._rewards[-BLOCK * MAX_BLOCKS :]
         blocks = [recent[end - BLOCK : end] for end in range(len(recent), BLOCK - 1, -BLOCK)]
         if len(blocks) < 2:
@@ -214,8 +214,8 @@ class Watch:
             return None
         return (
             f"the reward fell from {fmean(best):.3f} to {fmean(last):.3f} (means of {BLOCK} steps): lower "
-            f"{self._knob('learning_rate')}, raise {self._knob('kl_coef')}, or go back to an earlier checkpoint; "
-            "harder rows explain it too"
+            f"{self._knob('learning_rate')}, raise {self._knob('kl_coef')}, or resume from an earlier checkpoint; "
+            "harder rows are another possible cause"
         )
 
     def _dead_function(self, name: str) -> str | None:
@@ -223,13 +223,13 @@ class Watch:
         if len(self._columns) < WINDOW or not values or name in self._varied:
             return None
         return (
-            f"the reward function {name!r} has given {values[0]:.3g} to every rollout so far: it has a weight "
-            f"({self.weights[name]:g}) but changes no advantage; check that it can give anything else, and that the "
+            f"the reward function {name!r} has returned {values[0]:.3g} for every rollout so far: it has a weight "
+            f"({self.weights[name]:g}) but changes no advantage; check that it can return other values, and that the "
             "parser finds what it looks for"
         )
 
     def _dominance(self) -> str | None:
-        """One reward function makes up nearly all variance because of the scale of its values, not its weight."""
+        """Notice if one reward function makes up nearly all variance because of its scale, not its weight."""
         if len(self._columns) < WINDOW:
             return None
         columns = {name: values for name in self.weights if (values := self._values(name))}
@@ -244,15 +244,15 @@ class Watch:
             if varies and spreads[top] > DOMINANT_SCALE * spread:
                 return (
                     f"the reward function {top!r} makes up {parts[top] / total:.1%} of the rewards' variance: its "
-                    f"values spread by {spreads[top]:.3g}, those of {name!r} by {spread:.3g}, which thus hardly "
-                    f"counts; bring them to one scale, or lower the weight of {top!r} (now {self.weights[top]:g})"
+                    f"values have a standard deviation of {spreads[top]:.3g}, those of {name!r} of {spread:.3g}, which "
+                    f"hardly counts; use one scale, or lower the weight of {top!r} (now {self.weights[top]:g})"
                 )
         return None
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def _remember(self, metrics: Mapping[str, Any], view: Mapping[str, Any]) -> None:
-        # Of all sampled rollouts: filtering removes groups without variance, so the rest never looks solved.
+        # The reward of all sampled rollouts: filtering removes groups without variance, so the rest never looks solved.
         rewards = (number(metrics.get(name)) for name in ("reward_sampled", "reward"))
         if (reward := next((one for one in rewards if one is not None), None)) is not None:
             self._rewards.append(reward)
@@ -273,15 +273,15 @@ class Watch:
             self._columns.append(columns)
 
     def _lasts(self, kind: str, is_so: bool) -> bool:
-        """Has a condition been true for PATIENCE steps in a row?"""
+        """Whether a condition has been true for PATIENCE steps in a row."""
         self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1 if is_so else 0
         return self._in_a_row[kind] >= PATIENCE
 
     def _is_solved(self) -> bool:
-        """Is the mean reward close to the maximum?
+        """Whether the mean reward is close to the maximum.
 
-        The maximum is the best reward seen so far. If all rewards were equal from the start it is the sum of the
-        weights: equal rewards far below that are no solution, say a format reward without any right answer.
+        The maximum is the best reward so far. If all rewards have been equal, it is the sum of the weights: equal
+        rewards far below it are not a solution (for example a format reward without any right answer).
         """
         if not self._rewards:
             return False
@@ -294,7 +294,7 @@ class Watch:
         return mean - self._worst >= SOLVED_SHARE * (self._best - self._worst)
 
     def _is_gaining(self) -> bool:
-        """Do rewards still rise between the two halves of the window? Then a falling entropy is no problem."""
+        """Whether rewards still rise between the two halves of the window; then a falling entropy is not a problem."""
         half = WINDOW // 2
         if len(self._rewards) < WINDOW:
             return False

@@ -15,12 +15,12 @@ from verifiers.trainers.batch import Batch
 
 
 def batch_view(batch: Batch) -> dict[str, Any]:
-    """A batch as plain columns with one entry per rollout; processes exchange it, and `Watch.look` reads it."""
+    """A batch as plain columns with one entry per rollout, for exchange between processes and for `Watch.look`."""
     states: list[Any] = [state or {} for state in batch.states]
     completions = [_completion_logprobs(state) for state in states]
     logprobs = np.fromiter(chain.from_iterable(completions), np.float64, sum(map(len, completions)))
     logprobs = logprobs[np.isfinite(logprobs)]
-    known = zip(states, completions, strict=True)  # of a text that was saved without its tokens no length is known
+    known = zip(states, completions, strict=True)  # the length of a text saved without tokens is not known
     metrics = [state.get("metrics") or {} for state in states]
     timings = [state.get("timing") or {} for state in states]
     names = sorted({name for one in metrics for name in one})
@@ -44,7 +44,7 @@ def batch_view(batch: Batch) -> dict[str, Any]:
 
 
 def merge_views(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The views of all processes as one. A group lies within one process; an example may be in several."""
+    """The merged views of all processes. A group is within one process; an example may be in several."""
     if len(views) == 1:
         return dict(views[0])
     merged: dict[str, Any] = {
@@ -64,7 +64,7 @@ def merge_views(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of a batch before its update: ``reward`` of the rollouts trained on, ``reward_sampled`` of all."""
+    """Metrics of a batch before its update: ``reward`` of the rollouts to train on, ``reward_sampled`` of all."""
     groups = set(view["groups"])
     learned = list(zip(view["examples"], view["rewards"], strict=True))
     rewards = _reward_figures(learned)
@@ -99,7 +99,7 @@ def rollout_figures(view: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rollout_seconds(view: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Wall time of the rollouts, split by their own shares: they run concurrently, so their times do not add up to it.
+    """The wall time of concurrent rollouts, split in proportion to the total times of their phases.
 
     >>> rollout_seconds({"scoring_ms": 5000.0, "total_ms": 20000.0}, 2.0)
     {'generation_s': 1.5, 'scoring_s': 0.5}
@@ -125,7 +125,7 @@ def _completion_logprobs(state: Any) -> list[float]:
 
 
 def _mean(values: Sequence[Any], examples: Sequence[Any]) -> float | None:
-    """Mean over examples of each one's mean: an example counts once, however many of its rollouts failed."""
+    """The mean over examples of their means, so that each example counts once even if some rollouts failed."""
     known: dict[Any, list[float]] = {}
     for example, value in zip(examples, values, strict=True):
         if isinstance(value, (int, float)) and math.isfinite(value):

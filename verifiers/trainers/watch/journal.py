@@ -1,4 +1,4 @@
-"""A training → lines on disk: metrics in ``metrics.jsonl``, sampled rollouts in ``results.jsonl``."""
+"""The log of a training on disk: metrics in ``metrics.jsonl``, sampled rollouts in ``results.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from verifiers.store.disk import append_missing, replace_file
 from verifiers.store.mending import DAMAGED, mend_last_line
 
 METRICS = "metrics.jsonl"
-DIGITS = 5  # logprobs and ratios of tokens are rounded to these: they are for display
+DIGITS = 5  # of logprobs and ratios of tokens, which are for display only
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Journal:
-    """The log of a training in its run directory; nobody else may write there until it is closed.
+    """The log of a training in its run directory, which is locked for other writers until the log is closed.
 
     >>> import tempfile
     >>> run = RunDir.create(tempfile.mkdtemp(), env_id="sums", model="tiny", config={})
@@ -42,7 +42,7 @@ class Journal:
         self._next_rollout: dict[int | str, int] | None = None
 
     def open(self) -> Journal:
-        """Lock the run directory, or raise RunInUseError; without this call the first line written locks it."""
+        """Lock the run directory, or raise RunInUseError; without this call, the first write locks it."""
         if self._rollouts is None:
             self._rollouts = self.run_dir.appender()
         if self._metrics is None:
@@ -70,7 +70,7 @@ class Journal:
     def write_step(self, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of one optimizer step; ``step`` must be among them."""
         if not _is_step(metrics.get("step")):
-            raise ValueError(f"the figures of a step need its number, got step={metrics.get('step')!r}")
+            raise ValueError(f"the metrics of a step need its number, got step={metrics.get('step')!r}")
         self._append({"step": metrics["step"], "time": time.time(), **metrics})
 
     def write_eval(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Journal:
         self._append({"step": step, "time": time.time(), "eval": dict(figures)})
 
     def write_notice(self, step: int, text: str) -> None:
-        """Append a notice of the `Watch` about a step."""
+        """Append a notice from `Watch` about a step."""
         self._append({"step": step, "time": time.time(), "notice": text})
 
     def write_records(self, records: Sequence[Record]) -> None:
@@ -94,7 +94,7 @@ class Journal:
         out.append(line)
 
     def _take_number(self, example_id: Any) -> int:
-        """The next free rollout number of an example, counting those that are on disk already."""
+        """The next free rollout number of an example, counting those that are already on disk."""
         if self._next_rollout is None:
             self._next_rollout = {}
             for example, rollout in self.run_dir.load_index():
@@ -135,19 +135,19 @@ class Journal:
 def record_of(
     step: int, state: Mapping[str, Any], advantage: float | None, ratios: Sequence[float] | None = None
 ) -> Record:
-    """A rollout as a line of ``results.jsonl``, without its number; ``ratios`` are those of all its sampled tokens."""
+    """A rollout as a line of ``results.jsonl``, without its number; ``ratios`` has one entry per sampled token."""
     record = to_record(state, rollout=0)
     if tokens := sampled_tokens(state, ratios):
         record["sampled_tokens"] = tokens
-    # Set afterwards: a state or a metric may use these names for something of its own.
+    # Set last, because a state or a metric may use these names for something else.
     record["step"] = step
     record["advantage"] = None if advantage is None else float(advantage)
     return record
 
 
 def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = None) -> list[dict[str, Any]]:
-    """Sampled tokens by turn: ids, logprobs, importance ratios, and, if weights were updated during the rollout, the
-    version of the weights behind each token.
+    """Sampled tokens by turn: ids, logprobs, importance ratios and, if weights were updated during the rollout, the
+    weight version of each token.
 
     >>> tokens = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_logprobs": [-0.5, -0.25]}
     >>> sampled_tokens({"trajectory": [{"tokens": tokens}]}, [1.0, 1.5])
@@ -175,7 +175,7 @@ def sampled_tokens(state: Mapping[str, Any], ratios: Sequence[float] | None = No
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:
-    """Does a line of ``metrics.jsonl`` hold the metrics of a step?
+    """Whether a line of ``metrics.jsonl`` holds the metrics of a step.
 
     >>> is_step_line({"step": 3, "reward": 0.5}), is_step_line({"step": 3, "eval": {"reward": 0.5}})
     (True, False)
@@ -188,7 +188,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _keep_until(step: int, path: Path) -> None:
-    """Keep the lines of a file up to a step; unreadable ones are moved to the file of damaged lines."""
+    """Keep the lines of a file up to a step; move unreadable lines to the file of damaged lines."""
     if not path.exists():
         return
     mend_last_line(path)
@@ -211,6 +211,6 @@ def _lines_until(step: int, file: BinaryIO, damaged: Path) -> Iterator[bytes]:
 
 
 class _StepOnly(msgspec.Struct):
-    """The one field of a line that is decoded."""
+    """The only field of a line that is decoded."""
 
     step: Any = None

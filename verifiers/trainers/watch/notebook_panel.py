@@ -1,4 +1,4 @@
-"""A running training → a live learning curve in the output of a notebook's cell."""
+"""Shows a running training as a live learning curve in the output of a notebook cell."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from verifiers.trainers.watch.wording import bin_means, clean, is_filtered, numb
 
 WIDTH, TOP = 760, 44
 LEFT, RIGHT, HEAD, FOOT = 52, 12, 26, 24  # margins of a panel in pixels
-MAX_POINTS = 400  # longer curves are drawn as the means of so many bins
+MAX_POINTS = 400  # longer curves are drawn as the means of this many bins
 TICKS = 4
 
-# Light and dark colours; the reader's colour scheme selects.
+# Light and dark colours, selected by the reader's colour scheme.
 STYLE = """
   .back { fill: #ffffff }
   .text { fill: #1f2933; font: 12px system-ui, sans-serif }
@@ -38,7 +38,7 @@ STYLE = """
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One panel: values by step, optionally with an interval band, evaluations and a second curve."""
+    """One panel: values by step, optionally with a confidence band, evaluations and a second curve."""
 
     name: str
     points: list[tuple[float, float]]
@@ -127,7 +127,7 @@ def _series(steps: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, f
 
 def _eval_points(evals: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float, float | None, float | None]]:
     for line in evals:
-        found = line.get("eval", line)  # a line of the file, or the metrics themselves with their step
+        found = line.get("eval", line)  # either a line of the file, or the metrics themselves with their step
         if isinstance(found, Mapping):
             step, reward = _drawable(line.get("step")), _drawable(found.get("reward"))
             if step is not None and reward is not None:
@@ -244,7 +244,7 @@ def plot_text(values: Sequence[float | None], width: int = 72, height: int = 12)
 
 
 def _axis_labels(low: float, high: float, height: int) -> list[str]:
-    """Labels of the top, bottom and, if there is one, middle row; other rows have none."""
+    """The labels of all rows; only the top, the bottom and, if there is one, the middle row have one."""
     digits = max(0, min(6, 2 - math.floor(math.log10(high - low))))
     shown = {0: high, height - 1: low} | ({height // 2: (low + high) / 2} if height % 2 else {})
     return [f"{shown[row]:.{digits}f}" if row in shown else "" for row in range(height)]

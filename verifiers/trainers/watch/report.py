@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ROOT = Path("outputs/train")
 NO_EVAL_ROWS = (
-    "evaluations are of the training rows, as the environment has no others: they do not tell learning from learning "
-    "by heart; pass eval_dataset= to the trainer or to the environment"
+    "evaluations use the training rows, because the environment has no others: they cannot distinguish learning from "
+    "memorising; pass eval_dataset= to the trainer or to the environment"
 )
 _UNLEARNED = re.compile(r"output_dir|run_name|logging_steps|report_to|show_progress|log_rollouts|workers|(eval|save)_")
 
@@ -97,7 +97,7 @@ class Report:
             path = DEFAULT_ROOT / name / safe_name(self.config.run_name)
         elif resume:
             raise ValueError(
-                "resume=True needs output_dir or run_name, to know which run to go on with; or resume='its path'"
+                "resume=True needs output_dir or run_name to find the run; set one of them, or pass resume='its path'"
             )
         else:
             path = DEFAULT_ROOT / name / os.urandom(4).hex()
@@ -113,7 +113,7 @@ class Report:
                     self._open()
             except BaseException:
                 self._resources.close()
-                if is_new:  # nothing was trained: an empty run directory would block the next attempt
+                if is_new:  # nothing was trained, and an empty run directory would block the next attempt
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
         return self
@@ -123,7 +123,7 @@ class Report:
         if (self.path / "metadata.json").is_file():
             if not self._resumes:
                 raise FileExistsError(
-                    f"{self.path} holds a run already; go on with it by train(resume=True), or choose another place"
+                    f"{self.path} already holds a run; continue it with train(resume=True), or choose another folder"
                 )
             self.run_dir = RunDir.open(self.path)
         else:
@@ -160,11 +160,11 @@ class Report:
         found = checkpoints.checkpoints(self.path / "checkpoints")
         rate = f"a learning_rate below {self.config.learning_rate:g}"
         if not found:
-            return f"nothing was saved; begin again with {rate}"
+            return f"there is no checkpoint; start again with {rate}"
         return f"the last good checkpoint is {found[-1]}: resume from it with {rate}"
 
     def resume(self, trainer: Trainer) -> dict[str, Any]:
-        """Load weights and reference of the checkpoint, and drop what the run logged after it."""
+        """Load weights and reference from the checkpoint, and drop what the run logged after it."""
         state: dict[str, Any] = {"step": 0, "cursor": 0}
         if self.from_checkpoint is not None:
             state = checkpoints.load(self.from_checkpoint, trainer.weights)
@@ -182,7 +182,7 @@ class Report:
             self.display.recall(self.steps, self.evals)
             self._total_tokens = int(self.last.get("total_tokens") or 0)
             if changed := _changes(state, self._settings(trainer)):
-                self.notice(state["step"], f"resumed with other settings than before: {', '.join(changed)}")
+                self.notice(state["step"], f"resumed with changed settings: {', '.join(changed)}")
         return state
 
     # --- logging --------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Report:
         seconds: float,
         view: Mapping[str, Any] | None = None,
     ) -> None:
-        """Log the metrics of a step; ``view`` are the columns of its rollouts that the `Watch` checks."""
+        """Log the metrics of a step; ``view`` has the columns of its rollouts for `Watch`."""
         step = trainer.step
         self._total_tokens += tokens
         self.last = {
@@ -231,7 +231,7 @@ class Report:
             self.notice(step, notice.text)
 
     def notice(self, step: int, text: str) -> None:
-        """Log a notice, and show it."""
+        """Log and show a notice."""
         self.notices.append({"step": step, "notice": text})
         if not self._is_open:
             return
@@ -239,7 +239,7 @@ class Report:
         self.display.notice(text)
 
     def keep_rollouts(self, step: int, batch: Batch) -> None:
-        """Write up to ``log_rollouts`` of the batches of all processes, and as many that failed."""
+        """Write up to ``log_rollouts`` scored rollouts of all processes together, and as many failed ones."""
         n = self._processes.num_processes
         most = math.ceil(getattr(self.config, "log_rollouts", 0) / n)
         advantages = batch.get("advantages") or [None] * len(batch["completions"])
@@ -271,7 +271,7 @@ class Report:
         unlearned = trainer.unlearned()
         if not self._is_open and not trainer.weights.is_sharded:
             return None
-        trainer.weights.check_finite("where they were to be saved")
+        trainer.weights.check_finite("before saving")
         state = {
             "cursor": trainer.cursor,
             "learned": trainer.learned,
@@ -291,7 +291,7 @@ class Report:
         )
 
     def _settings(self, trainer: Trainer) -> dict[str, Any]:
-        """What a training may be resumed with otherwise: its configuration, functions, rows, and adapters."""
+        """The settings that may change when a training is resumed: configuration, functions, rows and adapters."""
         adapters = getattr(trainer.unwrapped_model, "peft_config", {}).values()
         scales = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")
         own = {name: getattr(one, name) for one in adapters for name in scales if hasattr(one, name)}
@@ -327,11 +327,11 @@ class Report:
         return name, [line[name] for line in self.steps if line.get(name) is not None]
 
     def picture(self, width: int = 64, height: int = 12) -> str:
-        """The reward (of supervised training: the loss) by step, as a plot in text."""
+        """The reward (or, in supervised training, the loss) by step, as a text plot."""
         return plot_text(self.curve()[1], width, height)
 
     def _repr_html_(self) -> str:
-        """For a notebook: summary, curves and the last notices."""
+        """Summary, curves and the last notices, for a notebook."""
         notices = [text_html(f"step {one['step']}: {one['notice']}", "vf-bad") for one in self.notices[-4:]]
         curves = image_html(plot_svg(self.steps, self.evals, self.title), "the learning curve") if self.steps else ""
         return page_html(text_html(repr(self)), curves, *notices)
@@ -345,7 +345,7 @@ class Report:
 
 
 def _rows_per_process(state: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The row cursor of each process, when the checkpoint may be one of another number of processes.
+    """The row cursor of each process, if the checkpoint may be from another number of processes.
 
     >>> _rows_per_process({"cursor": 3, "processes": 2, "learned": [8]}, 4)
     {'cursor': 1, 'learned': [4, 5, 8]}
@@ -356,7 +356,7 @@ def _rows_per_process(state: Mapping[str, Any], processes: int) -> dict[str, Any
 
 
 def _changes(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings that a training is resumed with and was not before, but for those that change nothing it learns.
+    """The settings that changed when a training was resumed, except those without influence on what it learns.
 
     >>> _changes({"config": {"seed": 0, "run_name": "a", "beta": 0.1}}, {"seed": 1, "run_name": "b", "beta": 0.1})
     ['seed=1 (was 0)']
@@ -367,8 +367,8 @@ def _changes(state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _backend_of(trainer: Trainer) -> str:
-    """The backends of sampling and of training, with the reasons against faster ones."""
-    if (named := getattr(trainer, "backend", None)) is not None:  # the model is trained by a service
+    """The backends of sampling and of training, with the reasons why faster ones are not used."""
+    if (named := getattr(trainer, "backend", None)) is not None:  # a service trains the model
         return str(named)
     client, learns = getattr(trainer, "client", None), f"learns {autograd.describe(trainer.unwrapped_model)}"
     if is_quantised(trainer.unwrapped_model):

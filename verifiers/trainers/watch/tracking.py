@@ -1,4 +1,4 @@
-"""Metrics of a training → Weights & Biases, Trackio or TensorBoard, as ``report_to`` names them."""
+"""Logs metrics of a training to Weights & Biases, Trackio or TensorBoard, as ``report_to`` selects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_NAMES = ("none", "")
 
 
 class Histogram(NamedTuple):
-    """Counts of bins; there is one edge more than there are bins."""
+    """Counts of bins, and their edges, of which there is one more than bins."""
 
     edges: list[float]
     counts: list[float]
@@ -40,8 +40,8 @@ def trackers(
 ) -> list[Guarded]:
     """Start the trackers that ``report_to`` names: None, "none", "all" (those installed), a name, or several.
 
-    A tracker that cannot start is an error. One that fails later is one warning, and training goes on. A run without a
-    name is named after its folder.
+    A tracker that cannot start is an error. One that fails later causes a single warning, and training continues. A run
+    without a name is named after its folder.
 
     >>> trackers(None, run_name="first", config={}, folder=".")
     []
@@ -74,12 +74,12 @@ def check_report_to(report_to: str | Sequence[str] | None) -> list[str]:
             raise ValueError(f"report_to={name!r} is not known; choose {', '.join(_TRACKERS)}, all or none")
     for name in names:
         if not _is_installed(name):
-            raise ImportError(f"report_to={name!r} needs a package that is not here; pip install {name}")
+            raise ImportError(f"report_to={name!r} needs a package that is not installed; pip install {name}")
     return list(dict.fromkeys(names))
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | Histogram]:
-    """Finite numbers and histograms of nested mappings, by keys joined with slashes; other values are left out.
+    """The finite numbers and histograms of nested mappings, by keys joined with slashes; other values are dropped.
 
     >>> flatten({"reward": 0.5, "kl": None, "metrics": {"format": 1.0}, "h": {"edges": [0, 1, 2], "counts": [3, 1]}})
     {'reward': 0.5, 'metrics/format': 1.0, 'h': Histogram(edges=[0.0, 1.0, 2.0], counts=[3.0, 1.0])}
@@ -104,7 +104,7 @@ def _histogram_of(value: Mapping[str, Any]) -> Histogram | None:
 
 def _is_installed(name: str) -> bool:
     spec = importlib.util.find_spec(name)
-    # wandb leaves a folder of its name behind, which would be found as a namespace package without an origin.
+    # wandb leaves a folder "wandb" behind, which would be found as a namespace package (without an origin).
     return spec is not None and spec.origin is not None
 
 
@@ -113,7 +113,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class Guarded:
-    """A tracker whose first failure is a warning and whose later ones are ignored: none stops the training."""
+    """A tracker whose failures do not stop the training: the first is a warning, later ones are ignored."""
 
     def __init__(self, inner: Wandb | Trackio | TensorBoard) -> None:
         self.inner = inner
@@ -134,8 +134,8 @@ class Guarded:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self.name} does not take figures ({type(error).__name__}: {_one_line(error)}); training "
-                    "goes on, and metrics.jsonl has them all",
+                    f"{self.name} failed to log metrics ({type(error).__name__}: {_one_line(error)}); training "
+                    "continues, and metrics.jsonl has all metrics",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -151,7 +151,7 @@ class _Service:
         project = os.environ.get(f"{self.name.upper()}_PROJECT") or PROJECT
         file = folder / f".{self.name}-run"
         known = read_regular(file, most=4096).decode("utf-8", "replace").strip() if file.exists() else ""
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the results of this program
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for the results of this program
             self._run: Any = self._module.init(
                 project=project, name=run_name, config=config, **self._settings(folder, known)
             )
@@ -179,7 +179,7 @@ class Wandb(_Service):
     name = "wandb"
 
     def _settings(self, folder: Path, known: str) -> dict[str, Any]:
-        quiet = self._module.Settings(console="off")  # it would capture the live display
+        quiet = self._module.Settings(console="off")  # otherwise wandb captures the live display
         resumed = {"id": known or None, "resume": "allow" if known else None}
         return {"dir": str(folder), "reinit": "create_new", "settings": quiet, **resumed}
 
@@ -212,7 +212,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._writer is None:  # created now: purge_step hides what a resumed training logged from this step on
+        if self._writer is None:  # created late, because purge_step hides what was logged from a step on
             self._writer = self._make_writer(log_dir=str(self._folder), purge_step=step)
             self._writer.add_text("config", f"    {self._config}".replace("\n", "\n    "), global_step=step)
         for name, value in flatten(metrics).items():
@@ -244,5 +244,5 @@ _TRACKERS: dict[str, type[Wandb | Trackio | TensorBoard]] = {
 }
 _HINTS = {
     "wandb": "; run `wandb login`, set WANDB_MODE=offline, or leave it out of report_to",
-    "tensorboard": "; it writes through torch: pip install 'verifiers[train]'",
+    "tensorboard": "; it needs torch: pip install 'verifiers[train]'",
 }

@@ -17,7 +17,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\
 
 
 def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
-    """Values as block characters from lowest to highest; more than ``width`` values are averaged in bins.
+    """Values as block characters of different heights; more than ``width`` values are averaged in bins.
 
     >>> sparkline([0, 1, 2, 3])
     '▁▃▆█'
@@ -34,7 +34,7 @@ def sparkline(values: Iterable[float], width: int = SPARK_CHARS) -> str:
 
 
 def bin_means(values: list[float], count: int) -> list[float]:
-    """Means of ``count`` bins of consecutive values; the values themselves if there are no more than that.
+    """Means of ``count`` bins of consecutive values; the values themselves if there are at most ``count``.
 
     >>> bin_means([1, 3, 5, 7], 2), bin_means([1], 2)
     ([2.0, 6.0], [1.0])
@@ -66,7 +66,7 @@ def number(value: Any) -> float | None:
 
 
 def is_filtered(metrics: Mapping[str, Any]) -> bool:
-    """Were more rollouts scored in a step than are trained on? Then ``reward`` and ``reward_sampled`` differ.
+    """Whether more rollouts were scored in a step than are trained on, so that ``reward_sampled`` differs.
 
     >>> is_filtered({"samples": 16, "sampled": 40, "failed": 0, "reward_sampled": 0.1}), is_filtered({"samples": 16})
     (True, False)
@@ -79,7 +79,7 @@ def is_filtered(metrics: Mapping[str, Any]) -> bool:
 
 
 def labelled(label: str, value: Any, form: str, unit: str = "") -> str:
-    """A formatted number behind its label; empty if the value is no finite number.
+    """A label and a formatted number; empty if the value is not a finite number.
 
     >>> labelled("kl", 0.25, ".2f"), labelled("kl", None, ".2f")
     ('kl 0.25', '')
@@ -89,7 +89,7 @@ def labelled(label: str, value: Any, form: str, unit: str = "") -> str:
 
 
 def with_interval(label: str, mean: Any, low: Any, high: Any) -> str:
-    """A mean with its confidence interval: as ± if that is about symmetric, else as its two bounds.
+    """A mean with its confidence interval: as ± if the interval is about symmetric, else as its two bounds.
 
     >>> with_interval("", 0.5, 0.4, 0.6), with_interval("", 1.0, 0.7, 1.0), with_interval("", 0.5, None, None)
     ('0.500 ± 0.100', '1.000 [0.700, 1.000]', '0.500')
@@ -104,7 +104,7 @@ def with_interval(label: str, mean: Any, low: Any, high: Any) -> str:
 
 
 def variance(values: Sequence[float]) -> float:
-    """Unbiased sample variance; 0 of a single value.
+    """The unbiased sample variance; 0 for a single value.
 
     >>> variance([1.0, 3.0]), variance([1.0])
     (2.0, 0.0)
