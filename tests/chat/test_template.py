@@ -61,12 +61,12 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words() -> None:
     ("messages", "said"),
     [
         ([], "empty"),
-        (["hi"], "a message is a dict"),
-        ([{"content": "hi"}], "a message is a dict"),
+        (["hi"], "a message must be a dict"),
+        ([{"content": "hi"}], "a message must be a dict"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
-        ([{"role": "user", "content": 3}], "content is a text"),
-        ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "a tool call has a function"),
-        ([{"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls is a list"),
+        ([{"role": "user", "content": 3}], "content must be a text"),
+        ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "a tool call must have a function"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "tool_calls must be a list"),
     ],
 )
 def test_messages_that_are_none_are_refused(messages: list[Any], said: str) -> None:

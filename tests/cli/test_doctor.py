@@ -102,7 +102,7 @@ def test_with_a_model_it_says_which_backend_runs_it_and_why_not_a_quicker_one(ru
     from tests.engine.support.exact import random_model
     from tests.engine.tiny import tokenizer
 
-    slower = "batched, in PyTorch (not in C: another activation than SiLU)"
+    slower = "batched, in PyTorch (not in C: an activation other than SiLU)"
     for family, said in (("Llama", "batched, in C"), ("Qwen3", "batched, in C"), ("Gemma", slower)):
         random_model(family, vocab_size=320).save_pretrained(tmp_path / family)
         tokenizer().save_pretrained(tmp_path / family)

@@ -64,7 +64,7 @@ def test_a_block_that_somebody_holds_is_not_given_away() -> None:
     manager.hold(blocks)
     mine = manager.allocate(2)
     assert not set(mine) & set(blocks)
-    with pytest.raises(OutOfBlocksError, match="1 blocks are needed, 0 are left"):
+    with pytest.raises(OutOfBlocksError, match="1 blocks are needed, but only 0 are free"):
         manager.allocate(1)
     assert manager.longest_prefix([1] * 2 * BLOCK + [1]).blocks == blocks
 

@@ -47,7 +47,7 @@ def test_a_model_of_another_dtype_than_its_engine_was_made_for_is_refused_until_
     with engine.lock:
         model.to(dtype)
     for _ in range(2):
-        with pytest.raises(InfraError, match=rf"the model is {dtype} on cpu .*, not torch.float32 .*make a new one"):
+        with pytest.raises(InfraError, match=rf"the model is {dtype} on cpu .*, not torch.float32 .*create a new"):
             engine.generate(PROMPTS, WAY)
     with engine.lock:
         model.float()
@@ -68,7 +68,7 @@ def test_a_window_that_is_changed_in_the_configuration_or_in_a_layer_is_refused_
     try:
         for holder, said in ((model.config, "sliding_window=4, not"), (model.model.layers[0].self_attn, "windows")):
             before, holder.sliding_window = holder.sliding_window, 4
-            with pytest.raises(InfraError, match=f"{said}.*make a new one"):
+            with pytest.raises(InfraError, match=f"{said}.*create a new"):
                 engine.generate(PROMPTS, WAY)
             holder.sliding_window = before
             assert_as_now(model, engine)

@@ -329,7 +329,7 @@ def test_a_full_queue_refuses_and_takes_more_once_there_is_room(make: Any, slow:
     first = engine.submit([3], Sampling(max_tokens=3))[0]
     wait_for(lambda: slow.calls > 0)
     queued = engine.submit([4], Sampling(max_tokens=3), n=3)
-    with pytest.raises(EngineFullError, match="3 requests are waiting"):
+    with pytest.raises(EngineFullError, match="3 requests are already waiting"):
         engine.submit([5])
     slow.go.set()
     assert all(len(future.result(20).ids) == 3 for future in [first, *queued])
@@ -643,7 +643,7 @@ def test_the_oldest_request_is_never_preempted(make: Any, slow: Slow) -> None:
 
 def test_a_prompt_longer_than_the_whole_cache_is_refused_in_a_sentence(make: Any) -> None:
     engine = make(rows=4, length=200, cache_tokens=64)
-    with pytest.raises(OverlongPromptError, match=r"has 70 tokens, and the context is 64, all that the KV cache holds"):
+    with pytest.raises(OverlongPromptError, match=r"has 70 tokens, but the context is 64, the size of the KV cache"):
         engine.submit(prompt_of(70))
     answer = engine.generate([prompt_of(50)], Sampling(max_tokens=100, seed=0))[0]
     assert (len(answer.ids), answer.finish_reason) == (14, "length")

@@ -226,7 +226,7 @@ def test_stops_can_be_given_once_for_every_request() -> None:
     with LocalModel(MODULE, TOKENIZER, rows=2, stop=[5, "zzz"]) as local:
         assert 5 in local.engine.stop_ids
         assert ask(local, stop="yyy").finish_reason in ("stop", "length")
-    with pytest.raises(ValueError, match="stop holds"):
+    with pytest.raises(ValueError, match="stop must contain"):
         LocalModel(MODULE, TOKENIZER, stop=[""])
 
 
@@ -451,7 +451,7 @@ def test_a_module_handed_in_is_sampled_by_one_engine_that_goes_when_nobody_needs
 
 
 def test_a_module_without_a_tokenizer_says_what_to_do() -> None:
-    with pytest.raises(errors.InfraError, match=r"could not be loaded: .* give its tokenizer too"):
+    with pytest.raises(errors.InfraError, match=r"could not be loaded: .* pass its tokenizer too"):
         asyncio.run(as_client(tiny.model(TOKENIZER)).complete(chat()))
 
 
@@ -618,17 +618,17 @@ def test_a_prompt_that_does_not_fit_is_overlong(local: LocalModel) -> None:
 @pytest.mark.parametrize(
     ("sampling", "said"),
     [
-        ({"top_logprobs": 5}, "say logprobs=true"),
+        ({"top_logprobs": 5}, "set logprobs=true"),
         ({"logprobs": 21}, "'logprobs' must be between 0 and 20"),
         ({"beam_width": 2}, "'beam_width'"),
         ({"extra_body": {"guided_json": {}}}, "'guided_json'"),
         ({"frequency_penalty": "much"}, "'frequency_penalty' must be"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-        ({"response_format": {"type": "xml"}}, "'response_format' is an object with a type"),
-        ({"tool_choice": "required"}, "tool_choice wants a call of a function, and 'tools' has none"),
-        ({"tool_choice": "maybe"}, "'tool_choice' is one of auto, none, required"),
+        ({"response_format": {"type": "xml"}}, "'response_format' must be an object with a type"),
+        ({"tool_choice": "required"}, "tool_choice requires a call of a function, but 'tools' has no such function"),
+        ({"tool_choice": "maybe"}, "'tool_choice' must be one of auto, none, required"),
         ({"echo": True}, "'echo' is for plain completions"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, and max_tokens 8"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, but max_tokens is only 8"),
         ({"max_tokens": 8, "max_completion_tokens": 9}, "two values for one thing"),
         ({"top_k": 8, "extra_body": {"top_k": 9}}, "top_k=8 and extra_body.top_k=9 are two values for one thing"),
         ({"stream": True}, "stream=True"),
@@ -694,7 +694,7 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused_with_wh
     with LocalModel(tiny.model(tokenizer), tokenizer, rows=2, length=128, name="tiny") as local:
         tokenizer.add_tokens(["<new>"], special_tokens=True)
         with pytest.raises(
-            errors.RequestRefusedError, match=r"with token \d+, and the model has .* resize its embeddings"
+            errors.RequestRefusedError, match=r"with token \d+, but the model has .* resize its embeddings"
         ):
             ask(local, [{"role": "user", "content": "a <new> one"}], max_tokens=2)
 

@@ -88,10 +88,10 @@ def test_what_will_not_fit_is_refused_with_numbers_and_a_suggestion_that_fits() 
 
 def test_weights_that_are_still_to_be_loaded_are_counted() -> None:
     planned(rows=1, length=128, free_bytes=GB // 10)
-    short = r"weights need 0\.5 GB as float32, and 0\.1 GB are free.*smaller model.*dtype=\"bfloat16\""
+    short = r"weights need 0\.5 GB as float32, but 0\.1 GB are free.*smaller model.*dtype=\"bfloat16\""
     with pytest.raises(WillNotFitError, match=short):
         planned(rows=1, length=128, free_bytes=GB // 10, weights_loaded=False)
-    with pytest.raises(WillNotFitError, match=r"beside 0\.5 GB of weights"):
+    with pytest.raises(WillNotFitError, match=r"in addition to 0\.5 GB of weights"):
         planned(rows=32, length=8192, free_bytes=GB, weights_loaded=False)
 
 

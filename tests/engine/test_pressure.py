@@ -106,7 +106,7 @@ def test_requests_that_wait_for_the_end_of_a_pause_are_no_more_than_may_wait(mak
     engine = make(max_waiting=2)
     engine.pause("wait")
     futures = engine.submit(prompt_of(5), Sampling(max_tokens=2, seed=1), n=2)
-    with pytest.raises(EngineFullError, match="2 requests are waiting"):
+    with pytest.raises(EngineFullError, match="2 requests are already waiting"):
         engine.submit(prompt_of(5))
     engine.resume()
     assert all(future.result(20) for future in futures)

@@ -99,9 +99,9 @@ def test_a_loop_that_is_gone_holds_nobody_up() -> None:
 def test_a_token_that_the_model_does_not_have_is_named_each_time() -> None:
     check_tokens((0, 9), 10)
     for _ in range(2):
-        with pytest.raises(ValueError, match="there is no token 10: the model has 10"):
+        with pytest.raises(ValueError, match="token 10 does not exist: the vocabulary has 10 tokens"):
             check_tokens((0, 10), 10)
-    with pytest.raises(ValueError, match="there is no token -1"):
+    with pytest.raises(ValueError, match="token -1 does not exist"):
         check_tokens((3, -1), 10)
 
 

@@ -212,7 +212,7 @@ def test_the_model_has_the_name_it_was_served_under_and_no_path(served: Served) 
     assert served.events(TEXT, prompt="a", max_tokens=1)[0]["model"] == NAME
     status, reply = served.post(CHAT, {"model": str(served.folder), "messages": USER})
     assert status == 404
-    assert "'tiny' is" in reply["error"]["message"]
+    assert "has 'tiny'" in reply["error"]["message"]
     overlong = refusal(served, CHAT, messages=[{"role": "user", "content": "x" * 4000}])
     assert str(served.folder) not in overlong
 

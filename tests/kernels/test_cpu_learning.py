@@ -138,7 +138,7 @@ def test_a_word_that_is_ruled_out_gets_no_gradient() -> None:
 @needs_compiler
 @pytest.mark.parametrize("wrong", [-1, 31])
 def test_a_target_that_the_model_does_not_have_is_an_error(wrong: int) -> None:
-    with pytest.raises(IndexError, match=f"token {wrong} is trained on, but the model has 31 tokens"):
+    with pytest.raises(IndexError, match=f"cannot train on token {wrong}: the model's vocabulary has 31 tokens"):
         target_logprobs.fused_logprobs(randn(2, 8), randn(31, 8), None, torch.tensor([3, wrong]))
 
 

@@ -80,10 +80,10 @@ def test_prompts_and_steps_are_exact(start: Any, runs: list[int], family: str, e
 @pytest.mark.parametrize(
     ("family", "more", "reason"),
     [
-        ("Gemma", {}, "another activation than SiLU"),
-        ("GPT2", {}, "its layers are of another kind"),
-        ("Phi3", {}, "its layers are of another kind"),
-        ("Qwen3-MoE", {"decoder_sparse_step": 2}, "2 of its layers are of the common kind"),
+        ("Gemma", {}, "an activation other than SiLU"),
+        ("GPT2", {}, "its layers have another architecture"),
+        ("Phi3", {}, "its layers have another architecture"),
+        ("Qwen3-MoE", {"decoder_sparse_step": 2}, "it has more parts than its 2 layers of the common architecture"),
         ("Llama", {"dtype": torch.bfloat16}, "weights that are not float32"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary angles"),
     ],

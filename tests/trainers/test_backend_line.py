@@ -24,7 +24,7 @@ def test_the_first_line_of_a_training_names_the_backend_and_why_it_is_not_a_quic
     model = random_model("Gemma", vocab_size=len(words), eos_token_id=words.eos_token_id)
     making.trainer(tmp_path, model=model, max_steps=1, show_progress=True).train()
     first = capsys.readouterr().err.splitlines()[0]
-    assert "sampled batched, in PyTorch (not in C: another activation than SiLU), learns in " in first
+    assert "sampled batched, in PyTorch (not in C: an activation other than SiLU), learns in " in first
     assert json.loads((tmp_path / "run" / "metadata.json").read_text())["backend"] in first
 
 

@@ -179,7 +179,7 @@ def refused(tmp_path: Path, *servers: str, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("layers", "said"), [(1, "has another model"), (3, "parameters have not come")])
+@pytest.mark.parametrize(("layers", "said"), [(1, "has another model"), (3, "parameters have not arrived")])
 def test_a_sampler_of_another_model_is_refused(tmp_path, layers, said):
     with served(layers=layers) as server:
         assert said in refused(tmp_path, server.url)

@@ -246,7 +246,7 @@ def test_settings_that_are_no_json_are_saved_with_a_checkpoint(tmp_path):
     making.trainer(tmp_path, dataset=saved, **own).train()
     report = making.trainer(tmp_path, dataset=saved, max_steps=4, **own | {"workers": Workers()}).train(resume=True)
     assert [one["notice"] for one in report.notices if "resumed" in one["notice"]] == [
-        "resumed with other settings than before: max_steps=4 (was 3)"
+        "resumed with changed settings: max_steps=4 (was 3)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Conversations as models see them: messages and tools → text and token ids, and tool calls out of replies."""
+"""Conversations as models see them: write messages and tools as text and token ids, and parse calls from replies."""
 
 from verifiers.chat.codec import Codec
 from verifiers.chat.known import KnownTexts

@@ -1,4 +1,4 @@
-"""Text ↔ token ids, by a copy of a tokenizer."""
+"""Text ↔ token ids, with a copy of a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-CONTEXT = 4  # tokens of the prompt that a reply's first token is read after: some tokenizers eat a leading space
-RECENT = 64  # texts whose ids are kept
+CONTEXT = 4  # prompt tokens to decode together with a reply: some tokenizers drop the space of a leading token
+RECENT = 64  # texts whose ids are cached
 BROKEN = "\ufffd"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a tokenizer with byte fallback names one byte
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # the name of a byte token in tokenizers with byte fallback
 
 
 class Codec:
-    """Text ↔ ids with a copy of a tokenizer: truncation or padding that others switch on in theirs stays there."""
+    """Text ↔ ids with a copy of a tokenizer, so that truncation or padding set on the original has no effect."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -29,29 +29,29 @@ class Codec:
 
     @cached_property
     def longest_token(self) -> int:
-        """No token stands for more characters than this."""
+        """The maximum number of characters that a token stands for."""
         tokens = self._fast.get_vocab() if self._fast is not None else self.tokenizer.get_vocab()
         return max(map(len, tokens), default=1)
 
     @property
     def written(self) -> str | None:
-        """The tokenizer as its JSON; None for one that has none."""
+        """The tokenizer's JSON; None if it has none."""
         return None if self._fast is None else str(self._fast.to_str())
 
     @property
     def is_bytewise(self) -> bool:
-        """Is each token some bytes, whatever stands before it?"""
+        """Whether each token stands for fixed bytes, whatever precedes it."""
         return self._is_bytewise
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of tokens that texts are decoded without."""
+        """The ids of the special tokens, which decoded text omits."""
         if self._special_ids is None:
             return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
         return self._special_ids
 
     def whole_pieces(self) -> list[str] | None:
-        """Every token as a text, where texts of tokens are those of the tokens one after the other; else None."""
+        """The text of every token; None if the text of several tokens is not the concatenation of theirs."""
         if self._fast is None:
             return None
         ids = list(range(self._fast.get_vocab_size(with_added_tokens=True)))
@@ -60,7 +60,7 @@ class Codec:
         return pieces if is_plain else None
 
     def special_pieces(self, text: str) -> list[tuple[int | None, str]]:
-        """A text in pieces: special tokens with their ids, the text between them without one."""
+        """Split a text into special tokens, with their ids, and the text between them, with None."""
         found: list[tuple[int | None, str]] = [(None, text)]
         for token in self._special_ids or ():
             mark = self.decode([token], special=True)
@@ -81,13 +81,13 @@ class Codec:
         return "".join(piece for token, piece in self.special_pieces(text) if token is None)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The ids of a text; ``special`` adds what a text of its own begins and ends with (a BOS, say)."""
+        """The ids of a text; ``special`` adds special tokens at its beginning and end (a BOS, for example)."""
         if self._fast is not None:
-            return list(self._encode(text, special))  # a group asks the same many times over
+            return list(self._encode(text, special))  # cached, because a group encodes the same text many times
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """The ids of a text as it goes on after another one: some tokenizers begin each text with a space."""
+        """The ids of a text that continues another one. Some tokenizers put a space before a separate text."""
         if not self._is_bytewise:
             start = self.encode(before, special=False)
             whole = self.encode(before + text, special=False)
@@ -130,11 +130,11 @@ class Codec:
         return text, self.continuation(before, ids, special=True)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Each token as a text of its own; part of a character shows as the replacement character."""
+        """The text of each token on its own. Part of a character becomes the replacement character."""
         return [self.decode([token], special=True) for token in ids]
 
     def bytes_of(self, token: int, text: str) -> bytes | None:
-        """The bytes of a token that adds this text; of part of a character, where the tokenizer says which it is."""
+        """The bytes of a token that adds this text; None for part of a character whose bytes are unknown."""
         if BROKEN not in text:
             return text.encode()
         name = self._name(token)
@@ -145,7 +145,7 @@ class Codec:
         return None
 
     def is_within_bytes(self, token: int) -> bool:
-        """Can a run of bytes (of byte fallback, which is decoded as a whole) go on with or after this token?"""
+        """Whether a run of byte-fallback bytes, which is decoded as a whole, may continue with or after this token."""
         name = self._name(token)
         return name is None or token in self.special_ids or _BYTE.fullmatch(name) is not None
 
@@ -155,7 +155,7 @@ class Codec:
         return name
 
     def enders(self, stop: str) -> frozenset[int] | None:
-        """The tokens that can complete a stop string; None when it could be any."""
+        """The tokens that can complete a stop string; None if any token could."""
         last = stop[-1]
         with self._lock:
             if last not in self._enders:
@@ -163,7 +163,7 @@ class Codec:
             return self._enders[last]
 
     def _find_enders(self, last: str) -> frozenset[int] | None:
-        if self._fast is None or last.isspace():  # a space may come and go with its neighbours
+        if self._fast is None or last.isspace():  # spaces may appear or vanish depending on adjacent tokens
             return None
         size = self._fast.get_vocab_size(with_added_tokens=True)
         texts = self._fast.decode_batch([[token] for token in range(size)], skip_special_tokens=True)
@@ -172,8 +172,8 @@ class Codec:
 
 @lru_cache(1)
 def _bytes_by_name() -> dict[str, int]:
-    """The byte that each character stands for in the vocabulary of a byte-level tokenizer: itself where it can be
-    printed, the others in order from U+0100 on.
+    """The byte that each character stands for in the vocabulary of a byte-level tokenizer. Printable bytes stand for
+    themselves; the others are mapped in order from U+0100 on.
 
     >>> [_bytes_by_name()[one] for one in "aĠé"]
     [97, 32, 233]
@@ -193,14 +193,14 @@ def _copy_of(backend: Any) -> Any:
 
 
 def _special_ids(backend: Any) -> frozenset[int] | None:
-    """The ids that ``skip_special_tokens`` skips, where the tokenizer says which they are."""
+    """The ids that ``skip_special_tokens`` skips; None if the tokenizer does not list them."""
     if backend is None:
         return None
     return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
 
 
 def _is_bytewise(backend: Any) -> bool:
-    """Is each token some bytes, whatever stands before it?"""
+    """Whether each token stands for fixed bytes, whatever precedes it."""
     if backend is None:
         return False
     from tokenizers.decoders import ByteLevel

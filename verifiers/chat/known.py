@@ -1,7 +1,7 @@
-"""Texts → the exact ids they were sampled as: a prompt that begins with a known text begins with those ids.
+"""Remember the exact ids of prompts and sampled replies, so that later prompts that begin with them reuse the ids.
 
-A reply written back into a template and tokenized again may give other tokens than were sampled. So the ids of each
-prompt with its reply are remembered by their texts.
+A reply that is written into a template and tokenized again may have other tokens than were sampled. So the ids of each
+prompt with its reply are stored by their text.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-REMEMBERED_CHARS = 32_000_000
+REMEMBERED_CHARS = 32_000_000  # of all stored texts together
 
 
 class KnownTexts:
-    """Prompts and their replies whose exact ids were seen; the oldest go once there are too many. From any thread.
+    """Prompts and replies with their exact ids; drops the oldest if there are too many. Thread-safe.
 
-    Replies are kept by their prompt: those of a group, which begin alike for long, are not compared with it each time.
+    Replies are stored by prompt, so that the long prompt of a group is compared only once, not for each reply.
 
     >>> known = KnownTexts(); known.remember("2+2=", "4", [7, 8, 9])
     >>> known.longest("2+2=4, and 3+3=")
@@ -30,9 +30,9 @@ class KnownTexts:
         self._max_chars = max_chars
         self._chars = 0
         self._replies: OrderedDict[str, _Replies] = OrderedDict()  # by prompt
-        self._prompts: list[str] = []  # in order
+        self._prompts: list[str] = []  # sorted
         self._lock = threading.Lock()
-        self.count = 0  # texts that were ever seen
+        self.count = 0  # calls of `remember` that stored a text
 
     def __len__(self) -> int:
         return sum(len(one.texts) for one in self._replies.values())
@@ -40,7 +40,7 @@ class KnownTexts:
     def remember(self, prompt: str, reply: str, ids: Sequence[int]) -> None:
         if not prompt or len(prompt) + len(reply) > self._max_chars:
             return
-        packed = array("i", struct.pack(f"{len(ids)}i", *ids))  # an array takes them one by one, three times slower
+        packed = array("i", struct.pack(f"{len(ids)}i", *ids))  # three times as fast as array("i", ids)
         with self._lock:
             self.count += 1
             replies = self._replies.get(prompt)
@@ -57,7 +57,7 @@ class KnownTexts:
                 self._forget_one()
 
     def _forget_one(self) -> None:
-        """The first reply to the prompt that nobody has asked for the longest."""
+        """Drop the oldest reply to the least recently used prompt."""
         prompt, replies = next(iter(self._replies.items()))
         reply = next(iter(replies.ids))
         del replies.ids[reply], replies.texts[bisect_left(replies.texts, reply)]
@@ -67,15 +67,15 @@ class KnownTexts:
             self._chars -= len(prompt)
 
     def ids_of(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of a text: those known of its beginning, and those of the rest as ``encode`` gives them."""
+        """The ids of a text: the stored ids of its beginning, then the rest as encoded by ``encode``."""
         length, ids = self.longest(text)
         return ids + encode(text[length:]) if length < len(text) else ids
 
     def longest(self, text: str) -> tuple[int, list[int]]:
-        """The longest known prompt with its reply that a text begins with: length and ids; ``(0, [])`` without one."""
+        """The length and ids of the longest stored prompt and reply that ``text`` begins with, or ``(0, [])``."""
         best, found = 0, array("i")
         with self._lock:
-            for prompt in beginnings(self._prompts, text):  # a shorter one may have had a longer reply
+            for prompt in beginnings(self._prompts, text):  # a shorter prompt may have a longer reply
                 replies = self._replies[prompt]
                 reply = next(beginnings(replies.texts, text[len(prompt) :]), None)
                 if reply is not None and len(prompt) + len(reply) > best:
@@ -85,7 +85,7 @@ class KnownTexts:
 
 
 class _Replies:
-    """To one prompt: their texts in order, and the ids of prompt and reply by the reply's text, the oldest first."""
+    """The replies to one prompt: their sorted texts, and the ids of prompt and reply by reply text, oldest first."""
 
     __slots__ = ("ids", "texts")
 
@@ -95,14 +95,14 @@ class _Replies:
 
 
 def beginnings(texts: Sequence[str], text: str) -> Iterator[str]:
-    """Those of some texts, which are in order, that another begins with: the longest first.
+    """Those of the sorted ``texts`` that ``text`` begins with, longest first.
 
     >>> list(beginnings(["", "ab", "abc", "abd"], "abcd"))
     ['abc', 'ab', '']
     """
     head = text
-    # Whatever sorts between a beginning of a text and the text itself has that beginning too: so the nearest one before
-    # is it, or tells how much shorter it must be.
+    # All strings that sort between a prefix of a text and the text itself share that prefix. So the nearest entry up to
+    # `head` is a prefix of it, or else all other prefixes are within its common prefix with `head`.
     while at := bisect_right(texts, head):
         before = texts[at - 1]
         if head.startswith(before):
@@ -115,7 +115,7 @@ def beginnings(texts: Sequence[str], text: str) -> Iterator[str]:
 
 
 def shared_length(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """The length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What was made lately, by what it was made from: a group asks the same many times over."""
+"""A small cache of recent results. A group asks for the same result many times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT = 64
 
 
 class Recent(Generic[T]):
-    """The last things that were made; the oldest goes when there are too many.
+    """The most recently stored values by key. The oldest is dropped when there are too many.
 
     >>> squares = Recent(kept=1); squares.keep(2, 4); squares.keep(3, 9)
     >>> squares.find(2), squares.find(3)
@@ -24,7 +24,7 @@ class Recent(Generic[T]):
         self._made: OrderedDict[Hashable, T] = OrderedDict()
 
     def find(self, key: Hashable) -> T | None:
-        """What was made from this."""
+        """The value for ``key``, or None."""
         return self._made.get(key)
 
     def keep(self, key: Hashable, made: T) -> None:

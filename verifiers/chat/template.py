@@ -1,4 +1,4 @@
-"""Messages and tools → the text of a conversation, by the model's own template."""
+"""Render messages and tools as the text of a conversation, with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ For each call, write a JSON object with the function's name and its arguments wi
 
 
 class ChatTemplate:
-    """How a tokenizer writes conversations, tools included."""
+    """Renders conversations, including tools, with a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
         self._tokenizer = tokenizer
@@ -42,7 +42,7 @@ class ChatTemplate:
         return style_of(self.source(tools))
 
     def source(self, tools: Any = None) -> str:
-        """The template in use: a tokenizer may have several, one of them for tools."""
+        """The template in use. A tokenizer may have several, one of them for tools."""
         templates = getattr(self._tokenizer, "chat_template", None)
         if isinstance(templates, str):
             return templates
@@ -60,15 +60,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The text of a conversation, ready to be gone on with."""
+        """The text of a conversation, ready for the model to continue."""
         if not self.is_there:
             raise RequestRefusedError(
-                f"{self._model} has a tokenizer without a chat template: set tokenizer.chat_template, or ask for "
+                f"{self._model} has a tokenizer without a chat template: set tokenizer.chat_template, or use "
                 'plain completions (message_type="completion")'
             )
         plain = [plain_message(message) for message in messages]
         if not plain:
-            raise RequestRefusedError("the conversation is empty: give at least one message")
+            raise RequestRefusedError("the conversation is empty: pass at least one message")
         source = self.source(tools)
         settings = {
             **kwargs,
@@ -87,14 +87,14 @@ class ChatTemplate:
         for messages, tools in forms:
             try:
                 return str(self._tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **settings))
-            except Exception as error:  # the template is a program that came with the model
+            except Exception as error:  # the template is a program that comes with the model
                 refusal = refusal or error
         raise RequestRefusedError(
             f"the chat template of {self._model} refuses this conversation: {refusal}"
         ) from refusal
 
     def end_of_turn(self, codec: Codec) -> int | None:
-        """The special token that the template writes after a reply: a model may end on it and not call it its EOS."""
+        """The special token that the template writes after a reply. It may end replies but not be the model's EOS."""
         if not self.is_there:
             return None
         reply = "q7"
@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 def today() -> tuple[int, ...]:
-    """The date, which templates may write."""
+    """The date, which templates may include."""
     return time.localtime()[:3]
 
 
@@ -117,7 +117,7 @@ def today() -> tuple[int, ...]:
 
 
 def plain_message(message: Any) -> ChatMessage:
-    """A message with text content and with arguments as objects: what templates are written for.
+    """A message with text content and with tool arguments as objects, as templates expect.
 
     >>> plain_message({"role": "user", "content": [{"type": "text", "text": "2+2?"}]})
     {'role': 'user', 'content': '2+2?'}
@@ -125,7 +125,7 @@ def plain_message(message: Any) -> ChatMessage:
     if hasattr(message, "model_dump"):
         message = message.model_dump(exclude_none=True)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestRefusedError(f"a message is a dict with a role and content, not {message!r:.100}")
+        raise RequestRefusedError(f"a message must be a dict with a role and content, not {message!r:.100}")
     plain = {key: value for key, value in with_argument_objects(dict(message)).items() if value is not None}
     plain["content"] = _text(message.get("content"))
     if calls := plain.get("tool_calls"):
@@ -137,11 +137,11 @@ def plain_message(message: Any) -> ChatMessage:
 
 def _check_calls(calls: Any) -> None:
     if not isinstance(calls, (list, tuple)):
-        raise RequestRefusedError(f"tool_calls is a list of calls, not {calls!r:.100}")
+        raise RequestRefusedError(f"tool_calls must be a list of calls, not {calls!r:.100}")
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestRefusedError(f"a tool call has a function with a name and arguments, not {call!r:.100}")
+            raise RequestRefusedError(f"a tool call must have a function with a name and arguments, not {call!r:.100}")
 
 
 def _text(content: Any) -> str:
@@ -150,7 +150,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise RequestRefusedError(f"content is a text or a list of parts, not {content!r:.100}")
+        raise RequestRefusedError(f"content must be a text or a list of parts, not {content!r:.100}")
     return "".join(_part(part) for part in content)
 
 
@@ -160,14 +160,14 @@ def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise RequestRefusedError(f"a chat template writes text; a content part of type {kind!r} is not supported")
+        raise RequestRefusedError(f"a content part of type {kind!r} is not supported: chat templates render only text")
     return text
 
 
 def _forms(
     plain: list[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, source: str
 ) -> Iterator[tuple[list[ChatMessage], Any]]:
-    """A conversation in the forms that a template may take it in, the best first."""
+    """The forms of a conversation that a template may accept, best first."""
     calls = any("tool_calls" in message for message in plain)
     if "tools" not in source and (tools or calls or any(message["role"] == "tool" for message in plain)):
         yield told_in_text(plain, tools), None
@@ -175,11 +175,11 @@ def _forms(
             yield told_in_text(plain, tools, role="user"), None
         return
     offered = list(tools) if tools else None
-    if calls and "tool_calls" not in source:  # it would leave them out without a word
+    if calls and "tool_calls" not in source:  # the template would silently drop the calls
         yield [_calls_as_text(message) for message in plain], offered
         return
     yield plain, offered
-    if calls:  # a few templates add arguments to a text
+    if calls:  # some templates concatenate arguments with text, so they need a string
         yield [_with_argument_texts(message) for message in plain], offered
 
 
@@ -198,7 +198,7 @@ def _with_argument_texts(message: ChatMessage) -> ChatMessage:
 def told_in_text(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
 ) -> list[ChatMessage]:
-    """The same conversation for a template that knows nothing of tools: they, their calls and results become text."""
+    """The same conversation with tools, calls and results as text, for a template without support for tools."""
     told = [_as_text(message) for message in messages]
     if not tools:
         return told

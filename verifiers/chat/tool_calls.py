@@ -1,6 +1,6 @@
-"""Tool calls in a reply's text → calls as OpenAI writes them, and the text around them. Nothing raises here.
+"""Parse tool calls in a reply's text into OpenAI's format, and keep the text around them. Parsing never raises.
 
-A call that is cut off, or is not JSON, stays what it is: text.
+A call that is cut off or is not JSON remains text.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
 LLAMA_TAG = "<|python_tag|>"
 ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
-ID_LENGTH = 9  # what Mistral's templates insist on
+ID_LENGTH = 9  # required by Mistral's templates
 
 ToolCall = dict[str, Any]
-_decoder = json.JSONDecoder(strict=False)  # models write line breaks inside of strings
+_decoder = json.JSONDecoder(strict=False)  # models write line breaks inside strings
 
 
 class Reply(NamedTuple):
-    """A reply taken apart: its text (None where there are only calls) and its calls."""
+    """A parsed reply: its text (None if there are only calls) and its calls."""
 
     content: str | None
     calls: list[ToolCall]
 
 
 def style_of(template: str) -> Style:
-    """How a model writes tool calls, told from its chat template; Hermes' way where the template does not say.
+    """How a model writes tool calls, detected from its chat template. The default is Hermes' format.
 
     >>> style_of("… {{ '<tool_call>' }} …"), style_of("… [TOOL_CALLS] …"), style_of("… Environment: ipython …")
     ('hermes', 'mistral', 'llama3')
@@ -44,9 +44,9 @@ def style_of(template: str) -> Style:
 
 
 def parse(text: str, style: Style, *, names: Collection[str] | None = None, salt: str = "") -> Reply:
-    """Take a reply apart. ``names`` are the tools there are: a bare JSON object is a call only if it names one.
+    """Parse a reply. ``names`` are the existing tools: a bare JSON object is a call only if it names one of them.
 
-    Ids are made from the text and ``salt``, so that the same sampling gives the same ids.
+    Call ids are hashes of the text and ``salt``, so the same reply has the same ids.
 
     >>> reply = parse('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes")
     >>> reply.content, reply.calls[0]["function"]
@@ -67,7 +67,7 @@ def parse(text: str, style: Style, *, names: Collection[str] | None = None, salt
 
 
 def call_id(seal: str, index: int) -> str:
-    """Nine letters and digits for the call at ``index`` of a reply."""
+    """An id of nine letters and digits for the call at ``index`` of a reply."""
     digest = hashlib.blake2b(f"{index}\0{seal}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
     number = int.from_bytes(digest, "big")
     chars = []
@@ -77,13 +77,13 @@ def call_id(seal: str, index: int) -> str:
     return "".join(chars)
 
 
-# --- the three ways of writing ------------------------------------------------------------------------------------
+# --- the three formats --------------------------------------------------------------------------------------------
 
 Found = list[tuple[str, str]]
 
 
 def _hermes(text: str, names: Collection[str] | None) -> tuple[str, Found]:
-    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, any number, with text around; or a list inside."""
+    """Any number of ``<tool_call>{"name": …, "arguments": …}</tool_call>`` within text. A tag may contain a list."""
     outside: list[str] = []
     found: Found = []
     at = 0
@@ -107,7 +107,7 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _llama3(text: str, names: Collection[str] | None) -> tuple[str, Found]:
-    """The whole reply is ``{"name": …, "parameters": …}``, or several of these with ``;`` between."""
+    """The whole reply is ``{"name": …, "parameters": …}``, or several of these separated by ``;``."""
     body = text.strip().removeprefix(LLAMA_TAG)
     found: Found = []
     at = 0
@@ -151,7 +151,7 @@ def _mistral(text: str, names: Collection[str] | None) -> tuple[str, Found]:
 
 
 def _calls_in(text: str) -> Found | None:
-    """The calls in a text that is nothing but one JSON value; None when it is not."""
+    """The calls in a text that consists of one JSON value; None if it does not."""
     value, at = _value_at(text, 0)
     return _calls_of(value) if _skip(text, at) == len(text) else None
 
@@ -182,7 +182,7 @@ def _call_of(value: Any) -> tuple[str, str] | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name.isprintable() or not name:
         return None
-    if isinstance(arguments, str):  # JSON within JSON: some models write it so
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         arguments, _ = _value_at(arguments, 0)
     if not isinstance(arguments, dict):
         return None
@@ -190,7 +190,7 @@ def _call_of(value: Any) -> tuple[str, str] | None:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         written.encode()
         name.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: only its escape can be sent on
+    except UnicodeEncodeError:  # half a surrogate pair, which can only be sent escaped
         return (name, json.dumps(arguments)) if name.isascii() else None
     except (ValueError, RecursionError):
         return None
@@ -198,8 +198,8 @@ def _call_of(value: Any) -> tuple[str, str] | None:
 
 
 def shown_length(text: str, style: Style) -> int:
-    """How much of a reply under way is surely text: what may be (the beginning of) a call is held back, and the space
-    before it."""
+    """How many characters of an unfinished reply are certainly text. What may be a call, or the beginning of one, is
+    held back with the space before it."""
     if style != "hermes":
         return 0  # the whole reply is either a call or not
     end = text.find(OPEN)
@@ -210,5 +210,5 @@ def shown_length(text: str, style: Style) -> int:
 
 
 def opens_call(text: str, style: Style) -> bool:
-    """May a call begin with this token, or within it?"""
+    """Whether a call may begin with or within this token."""
     return style == "hermes" and bool(text) and (text in OPEN or OPEN in text)

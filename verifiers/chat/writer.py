@@ -1,4 +1,4 @@
-"""A conversation → token ids: of a prompt to sample from, and of replies to learn from, by the same steps."""
+"""Turn conversations into token ids, in the same way for prompts to sample from and for replies to learn from."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from verifiers.messages import as_messages, role_of, text_of
 
 Tools = Any
 _OPENED = re.compile(r"<([^<>/\s]+)>\s*\Z")
-_BOUNDARIES = ("\n", ">", "]")  # what the head of a turn ends with
-_CHAT, _TEXT = "chat:", "text:"  # the same characters, as a conversation and as a plain text, may have other ids
+_BOUNDARIES = ("\n", ">", "]")  # the header of a turn ends with one of these
+_CHAT, _TEXT = "chat:", "text:"  # the same characters may have different ids as a conversation and as plain text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a model is shown, and what it is to say: the tokens of both, the end of the turn included."""
+    """The tokens of a prompt and of the reply to it, including the end of the turn."""
 
     prompt_ids: list[int]
     reply_ids: list[int]
 
 
 class ChatWriter:
-    """How one tokenizer writes conversations, with and without tools.
+    """Writes conversations, with and without tools, as token ids of one tokenizer.
 
-    The engine asks it for prompts, and tells it the ids that were sampled; trainers ask it for whole conversations that
-    nobody sampled. What the engine would have been shown is what is learned from.
+    The engine gets prompts from it and stores the sampled ids in it. Trainers use it for whole conversations that were
+    not sampled. They learn from exactly the prompts that the engine would have used.
     """
 
     def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
@@ -41,27 +41,27 @@ class ChatWriter:
 
     @property
     def now(self) -> tuple[Any, ...]:
-        """Whatever else the text and ids of a prompt depend on: the template, the day, and what was sampled so far."""
+        """What else a prompt's text and ids depend on: the template, the date, and the replies remembered so far."""
         return self.template.source(), today(), self._known.count
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Any, tools: Tools = None, **settings: Any) -> tuple[str, list[int]]:
-        """A prompt of messages as a text to `remember` it by, and its ids; ``settings`` are the template's own."""
+        """A prompt's text, to pass to `remember`, and its ids. ``settings`` are passed to the template."""
         text = _CHAT + self.template.render(messages, tools, **settings)
         return text, self._ids(text, self._known)
 
     def text_prompt(self, prompt: str) -> tuple[str, list[int]]:
-        """A plain text in the same way."""
+        """Like `prompt`, for a plain text."""
         text = _TEXT + prompt
         return text, self._ids(text, self._known)
 
     def scored_ids(self, prompt: str) -> list[int]:
-        """The ids of a plain text whose own logprobs are asked for: the tokenizer's, whatever was sampled before."""
+        """The tokenizer's ids of a plain text whose own logprobs are requested, without remembered ids."""
         return self._ids(_TEXT + prompt, KnownTexts())
 
     def remember(self, text: str, reply: str, ids: list[int]) -> None:
-        """A prompt's text with the reply to it was sampled as these ids: what goes on from there begins with them."""
+        """Store the sampled ids of a prompt and its reply. Later prompts that begin with this text reuse them."""
         self._known.remember(text, reply, ids)
 
     def _ids(self, text: str, known: KnownTexts) -> list[int]:
@@ -72,18 +72,18 @@ class ChatWriter:
 
         try:
             return known.ids_of(text, encode)
-        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair: no text that a tokenizer takes
-            raise RequestRefusedError(f"the prompt is not text that can be tokenized: {error}") from error
+        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair, which a tokenizer does not accept
+            raise RequestRefusedError(f"the prompt cannot be tokenized: {error}") from error
 
     # --- whole conversations ------------------------------------------------------------------------------------------
 
     def turns(
         self, prompt: Any, completion: Any, tools: Tools = None, *, is_cut: bool = False, **settings: Any
     ) -> list[Turn]:
-        """Each reply of a conversation with the prompt it would have been sampled from.
+        """Each reply of a conversation, with the prompt that it would have been sampled from.
 
-        A reply ends with the token that ends a turn, but for the last one where the conversation ``is_cut`` off; what
-        the template writes after it belongs to the next prompt.
+        A reply includes the token that ends a turn, except for the last reply if the conversation ``is_cut`` off. What
+        the template writes after this token belongs to the next prompt.
         """
         if isinstance(prompt, str) and isinstance(completion, str):
             ids = self.codec.encode(prompt, special=True)
@@ -106,15 +106,15 @@ class ChatWriter:
     def _written(
         self, messages: list[Any], message: Any, tools: Tools, settings: dict[str, Any]
     ) -> tuple[str, str, list[int]]:
-        """The prompt of a reply, the reply as the template writes it, and the token that ends it, if there is one."""
+        """The prompt of a reply, the reply as the template writes it, and the token that ends it, if any."""
         text = self.template.render(messages, tools, **settings)
         whole = self.template.render(
             [*messages, message], tools, **{**settings, "add_generation_prompt": False, "continue_final_message": False}
         )
         if whole.startswith(text):
             return text, *self._cut(whole[len(text) :])
-        # The generation prompt is not repeated in front of the reply. One without calls goes on from it all the same,
-        # as when it is sampled; not one that would never close the thought that was opened there.
+        # The template does not repeat the generation prompt before the reply. A reply without calls still continues it,
+        # as in sampling, unless the generation prompt opens a thought that the reply does not close.
         opened = _OPENED.search(text)
         is_closed = opened is None or f"</{opened[1]}>" in text_of(message)
         if is_closed and not message.get("tool_calls"):

@@ -1,6 +1,6 @@
 """Local inference with exact tokens: a model in this process as a client, and as an OpenAI-compatible server.
 
-Importing this imports no torch: the names below do, when they are first asked for.
+Importing this package does not import torch. The names below are imported on first access.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _HOME = {
 
 __all__ = sorted([*_HOME, "as_client"])
 
-# A LocalModel holds its module, so an id in here cannot be that of another one.
+# By id of the module. A LocalModel keeps its module alive, so an id in here cannot have been reused.
 _clients: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def as_client(value: Any, model: str | None = None) -> Client:
     """A client over a model in this process: a module of transformers (or peft), an `Engine`, or a `LocalModel`.
 
-    The same module gives the same client for as long as that is in use, so that it is sampled by one engine.
+    The same module returns the same client while that client is in use, so one module has one engine.
     """
     from verifiers.engine.local_model import LocalModel
 
     if isinstance(value, LocalModel):
         return value
     if not hasattr(value, "submit") and not (hasattr(value, "parameters") and hasattr(value, "config")):
-        raise TypeError(f"a {type(value).__name__} is no model: give a transformers model, an Engine or a LocalModel")
+        raise TypeError(f"a {type(value).__name__} is not a model; pass a transformers model, Engine or LocalModel")
     client = _clients.get(id(value))
     if client is None:
         client = _clients[id(value)] = LocalModel(value, name=model)

@@ -1,8 +1,8 @@
-"""An engine → the fastest backend that is proven for its model, and why it is not a faster one.
+"""Choose the fastest backend that reproduces a model's own logprobs, and report why a faster one was rejected.
 
-Prompts of several lengths run in one batch, long enough to exceed every attention window and chunk of the model; then
-some of them are continued, as a second turn of a chat would be. The logprob of each token is compared with that of the
-model's own forward over the whole sequence. If they disagree the next backend is tried; if none agrees, it is an error.
+Prompts of several lengths run in one batch. They are long enough to exceed every attention window and chunk of the
+model. Some are then continued, like the second turn of a chat. The logprob of each token is compared with the model's
+own forward over the whole sequence. If they disagree, the next backend is tried. If none agrees, it is an error.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DESCRIPTIONS = {
 }
 BATCHED = (CPU, CUDA, TORCH, MODULES)  # continuous batching over the engine's KV cache
 
-NEW_TOKENS = 12  # of each request: more than LAY_OUT_AFTER, so that the weights in C's layout are tested too
-TEMPERATURE = 16.0  # samples tokens of all kinds: the logprob of a nearly certain token says nothing of the others
+NEW_TOKENS = 12  # per request: more than LAY_OUT_AFTER, so that the weights in C's layout are tested too
+TEMPERATURE = 16.0  # high, to sample unlikely tokens too: the logprob of a near-certain one hides errors in the others
 SECOND_TURN = 5  # tokens that a second turn adds
-# The largest error of logprobs, and their root mean square error, that rounding explains. Logits of 16 to 32 are an
-# eighth apart in bfloat16; wrong attention is off by several units.
+# Tolerances for rounding: largest absolute error and root mean square error of the logprobs. In bfloat16, logits of 16
+# to 32 are spaced 1/8 apart. Wrong attention causes errors of several units.
 WITHIN, WITHIN_MEAN = 2e-3, 1e-3
 WITHIN_HALF, WITHIN_HALF_MEAN = 2.0, 0.4
 
@@ -53,7 +53,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How a model is run: its ``name``, and ``why`` not by a faster one (empty where there is none).
+    """How a model is run: ``name``, and ``why`` a faster backend was rejected (empty if there is no faster one).
 
     >>> str(Backend("torch", "not in C: capped scores"))
     'batched, in PyTorch (not in C: capped scores)'
@@ -67,7 +67,7 @@ class Backend:
 
 
 def choose_backend(engine: Engine) -> Backend:
-    """Set the engine up for the first backend that is proven, and return it."""
+    """Set the engine up for the first backend that passes the comparison, and return it."""
     name = type(engine.model).__name__
     with (
         steady(engine.lock), engine.lock, torch.inference_mode(), engine.runner.evaluating(),
@@ -75,7 +75,7 @@ def choose_backend(engine: Engine) -> Backend:
     ):  # fmt: skip
         seen = ModuleSnapshot(engine.model)
         _check_forward(engine.model, name)
-        before = engine.runner.writes  # `realistic` scales the weights, and undoes it
+        before = engine.runner.writes  # `realistic` scales the weights, then restores them
         try:
             with prove.realistic(engine.model) as is_conclusive:
                 tried = _candidates(engine) if is_conclusive else [SEQUENTIAL, UNCACHED]
@@ -83,7 +83,7 @@ def choose_backend(engine: Engine) -> Backend:
                 longest = max(prove.prompt_lengths(engine.model.config, engine.length, 1))
                 is_deterministic = found is not None or prove.is_steady(engine.model, longest)
         finally:
-            engine.lock.undone += engine.runner.writes - before  # other engines of this model keep their prefix cache
+            engine.lock.undone += engine.runner.writes - before  # so other engines of this model keep their caches
             engine.runner.varying = seen.changed_settings
             engine.reset()
     if not is_deterministic:
@@ -92,7 +92,13 @@ def choose_backend(engine: Engine) -> Backend:
         bounds = prove.bounds(engine.model.config, engine.length)
         advice = f"try length={bounds[0]}" if bounds else "is it a causal language model?"
         raise UnsupportedModelError(f"{name} cannot be sampled from: {faults[-1]} ({advice})")
-    why = faults[0] if faults else _slower_because(engine, found) if is_conclusive else "its weights say too little yet"
+    why = (
+        faults[0]
+        if faults
+        else _slower_because(engine, found)
+        if is_conclusive
+        else "its logits hardly depend on token order yet, so batching could not be verified"
+    )
     backend = Backend(found, why)
     _log_choice(name, backend)
     return backend
@@ -109,7 +115,7 @@ def _candidates(engine: Engine) -> list[str]:
 
 
 def _slower_because(engine: Engine, backend: str) -> str:
-    """Why the first candidate is not the fastest backend that there is."""
+    """Why the first candidate, which passed, is slower than the fastest backend there is; empty if it is not."""
     decoder = engine.runner.decoder
     if is_quantised(engine.model):
         return "its weights are quantised"
@@ -127,7 +133,7 @@ def _check_forward(model: Any, name: str) -> None:
     except Exception as error:  # the model is foreign code
         raise UnsupportedModelError(f"{name} cannot be sampled from: {_first_line(error)}") from error
     if bool(logits.isnan().any()):
-        raise UnsupportedModelError(f"{name} gives logits that are not numbers (NaN): its weights are bad")
+        raise UnsupportedModelError(f"{name} returns logits that are not numbers (NaN): check its weights")
 
 
 def _first_proven(engine: Engine, backends: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -148,17 +154,17 @@ def _log_choice(name: str, backend: Backend) -> None:
 
 
 def _fault(engine: Engine, backend: str) -> str | None:
-    """What is wrong with a backend; None if nothing is."""
+    """Why a backend cannot be used; None if it can."""
     try:
         if backend in BATCHED and (count := _unbatchable_layers(engine)):
-            return f"{count} of its layers keep state outside attention, or attend in a way of their own"
+            return f"{count} of its layers keep state outside attention, or use a custom attention"
         engine.use_backend(backend)
         error_T = torch.cat([_errors(engine.model, reply) for reply in _replies(engine)])
-    except Exception as fault:  # the model is foreign code, asked in a way that it may not know
+    except Exception as fault:  # the model is foreign code, which may not support these arguments
         logger.debug("%s does not run %s", type(engine.model).__name__, backend, exc_info=True)
         return _first_line(fault)
     if backend == CPU and engine.runner.cpu is not None and not engine.runner.cpu.runs:
-        return "its weights were not copied: too little memory, or too short a length"  # so PyTorch was compared, not C
+        return "its weights were not copied: too little memory, or too short a length"  # PyTorch ran instead of C
     is_half = engine.dtype.itemsize < 4
     most, mean = (WITHIN_HALF, WITHIN_HALF_MEAN) if is_half else (WITHIN, WITHIN_MEAN)
     largest, typical = float(error_T.max()), float(error_T.square().mean().sqrt())
@@ -175,7 +181,7 @@ def _unbatchable_layers(engine: Engine) -> int:
 
 
 def _replies(engine: Engine) -> list[Generated]:
-    """A batch of prompts, one of them twice; then second turns of some, and one that samples the pad token."""
+    """Run a batch of prompts (one of them twice), then second turns of some, and one that samples the pad token."""
     room = engine.length - 1
     new = min(NEW_TOKENS, max(1, room // 2))
     lengths = prove.prompt_lengths(engine.model.config, engine.length, new)
@@ -188,14 +194,14 @@ def _replies(engine: Engine) -> list[Generated]:
         if len(turn) < room:
             replies += _drive(engine, [ActiveSequence(turn, replace(sampling, max_tokens=2), 0)])
     pad = prove.pad_id(engine.model.config)
-    if pad is not None:  # with this bias, about every second token
+    if pad is not None:  # with this bias, about every second token is the pad token
         bias = {pad: TEMPERATURE * math.log(engine.vocabulary)}
         replies += _drive(engine, [ActiveSequence(asked[-1], replace(sampling, logit_bias=bias), 1)])
     return replies
 
 
 def _drive(engine: Engine, sequences: Sequence[ActiveSequence]) -> list[Generated]:
-    """Run requests to their end on this thread."""
+    """Run requests to completion on this thread."""
     engine.waiting.extend(sequences)
     try:
         while not all(sequence.future.done() for sequence in sequences):
@@ -206,7 +212,7 @@ def _drive(engine: Engine, sequences: Sequence[ActiveSequence]) -> list[Generate
 
 
 def _errors(model: Any, reply: Generated) -> Tensor:
-    """The distance of each token's logprob from that of the model's own forward."""
+    """The absolute difference of each token's logprob from that of the model's own forward."""
     logits_TV = prove.plain_logits(model, [*reply.prompt_ids, *reply.ids], len(reply.ids) + 1)[:-1]
     ids_T = torch.tensor(reply.ids, device=logits_TV.device)
     expected_T = torch.log_softmax(logits_TV, -1).gather(1, ids_T[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""The decode batch as NumPy columns, one row a running sequence: block table, lengths, sampling arguments, reply."""
+"""The decode batch as NumPy columns, one row per running sequence: block table, lengths, sampling arguments, reply."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import to_device
 from verifiers.kernels.sampling import SamplingColumns
 
-OVERRUN = BLOCK  # most tokens that a row may sample on CUDA beyond its last one, until the host has read that one
+OVERRUN = BLOCK  # on CUDA, the most tokens a row may sample past its last one before the host has read that token
 
 
 class BatchTable:
-    """One row for each running sequence: they have the first rows, without gaps."""
+    """One row per running sequence. Running sequences use the first rows, without gaps."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._length = length
         self.blocks = np.zeros((rows, blocks_for(length + OVERRUN)), np.int32)  # past the context: the null block
         self._columns = (np.zeros((8, rows), np.int64), np.zeros((3, rows), np.float32), np.zeros((4, rows), bool))
-        # Blocks of the row; positions with keys and values; steps in flight on the device.
+        # Number of blocks; positions with keys and values; steps in flight on the device.
         self.n_blocks, self.length, self.ahead, *more = self._columns[0]
-        # Last token; tokens of the reply so far; most tokens of the reply.
+        # Last token; tokens of the reply so far; maximum tokens of the reply.
         self.token, self.steps, self.max_tokens, self.seed, self.top_k = more
         self.temperature, self.top_p, self.min_p = self._columns[1]
         self.truncates, self.needs_logits, self.needs_token_check, self.has_callback = self._columns[2]
@@ -34,7 +34,7 @@ class BatchTable:
         self._outputs = (self._ids.reshape(-1), *self._logprobs.reshape(2, -1))
 
     def assign(self, sequence: ActiveSequence) -> None:
-        """Fill in the row of a sequence whose prefill is complete, with what it sampled before a preemption."""
+        """Fill in the row of a sequence whose prefill is complete, including tokens sampled before a preemption."""
         row, sampling = sequence.row, sequence.sampling
         self.blocks[row] = 0
         self.blocks[row, : len(sequence.blocks)] = sequence.blocks
@@ -68,13 +68,13 @@ class BatchTable:
         return rows_M, column_M
 
     def missing_blocks(self, n: int, steps: int) -> np.ndarray:
-        """How many more blocks each of the first rows needs for that many more tokens."""
+        """How many more blocks each of the first ``n`` rows needs for ``steps`` more tokens."""
         position = np.minimum(self.length[:n] + self.ahead[:n] + steps, self._length)
         missing: np.ndarray = np.maximum((position + (BLOCK - 1)) // BLOCK - self.n_blocks[:n], 0)
         return missing
 
     def rows_with_spare_blocks(self, n: int) -> np.ndarray:
-        """Which of the first rows have blocks beyond that of their next token."""
+        """Which of the first ``n`` rows have blocks beyond the one of their next token."""
         return np.flatnonzero(self.n_blocks[:n] > self.length[:n] // BLOCK + 1)
 
     def columns(self, rows_N: np.ndarray, device: torch.device) -> SamplingColumns:
@@ -86,7 +86,7 @@ class BatchTable:
         return SamplingColumns(temperature, top_p, top_k, min_p, seed, steps)
 
     def record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
-        """Append sampled tokens to the replies of these rows; the first token of a reply adds no position."""
+        """Append sampled tokens to the replies of these rows. The first token of a reply adds no position."""
         steps, steps_N = len(drawn.token_KB), self.steps[rows_N]
         at_KN = rows_N * self._words.shape[2] + steps_N + np.arange(steps)[:, None]
         for column, drawn_KN in zip(self._outputs, drawn, strict=True):
@@ -97,7 +97,7 @@ class BatchTable:
             self.length[rows_N] += steps
 
     def drop_last(self, row: int, tokens: int) -> None:
-        """Drop the last tokens of a row: its sequence had finished before them."""
+        """Drop the last tokens of a row, which were sampled after its sequence had finished."""
         self.steps[row] -= tokens
         self.length[row] -= tokens
 
@@ -112,7 +112,7 @@ class BatchTable:
         return self.reply(row).tolist(), logprobs, raw
 
     def tokens_left(self, n: int) -> np.ndarray:
-        """How many more tokens each of the first rows may sample, those in flight counted as sampled."""
+        """How many more tokens each of the first ``n`` rows may sample. Tokens in flight count as sampled."""
         left: np.ndarray = self.max_tokens[:n] - self.steps[:n] - self.ahead[:n]
         return left
 
@@ -133,7 +133,7 @@ class BatchTable:
         )
 
     def move(self, holes: np.ndarray, movers: np.ndarray) -> None:
-        """Move rows over others, with their block tables; the KV cache stays where it is."""
+        """Move the rows ``movers`` to ``holes``, with their block tables. The KV cache does not move."""
         for columns in self._columns:
             columns[:, holes] = columns[:, movers]
         self.blocks[holes] = self.blocks[movers]

@@ -1,8 +1,8 @@
 """Blocks of the KV cache: reference counts, the prefix cache, and which block is allocated next.
 
 A block is `BLOCK` positions of every layer. Sequences with a common prefix share its full blocks (reference counts). A
-block that no sequence holds keeps its keys and values, as prefix cache, until it is allocated: the least recently used
-goes first. A cached block is found by its tokens and the block before it: equal tokens, equal keys and values.
+block that no sequence holds keeps its keys and values as prefix cache until it is allocated again; the least recently
+used block is allocated first. A cached block is looked up by its tokens and the block before it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Positions of a block. A sequence leaves at most BLOCK - 1 positions of its last block unused, half of them on average:
-# 5% of a sequence of 150 tokens. Smaller blocks make longer block tables, and fewer contiguous keys.
+# Positions per block. On average a sequence leaves half of its last block unused, which is 5% of a sequence of 150
+# tokens. Smaller blocks make block tables longer and runs of contiguous keys shorter.
 BLOCK = 16
 NULL_BLOCK = 0  # never allocated: on CUDA, padding and rows without a sequence write here
 _TOKEN, _SERIAL = 4, 8  # bytes of a token, and of a block's serial number
 _SIZE = BLOCK * _TOKEN
-_ROOT = bytes(_SERIAL)  # in place of the block before the first
+_ROOT = bytes(_SERIAL)  # stands for the predecessor of the first block
 
 
 def blocks_for(tokens: int) -> int:
@@ -34,7 +34,7 @@ def blocks_for(tokens: int) -> int:
 
 
 class OutOfBlocksError(Exception):
-    """Too few blocks are free: sequences hold the others."""
+    """Too few blocks are free."""
 
 
 class Prefix(NamedTuple):
@@ -53,42 +53,42 @@ Ids = Sequence[int] | np.ndarray
 
 
 class BlockManager:
-    """The blocks of one KV cache. A prefix of fewer than ``least_shared`` tokens is not reused; None: none is."""
+    """The blocks of one KV cache. Prefixes shorter than ``least_shared`` tokens are not reused (None: no reuse)."""
 
     def __init__(self, blocks: int, *, least_shared: int | None = 1) -> None:
         self.least_shared = least_shared
         self.version = 0  # how often the prefix cache was dropped
         self._references = [0] * blocks
-        # Free blocks without content. The last one released is the next one allocated: the CPU's caches have it.
+        # Free blocks without content, used as a stack: the block released last is likely still in the CPU's caches.
         self._empty = list(range(blocks - 1, NULL_BLOCK, -1))
         self._unheld: OrderedDict[int, None] = OrderedDict()  # cached blocks that no sequence holds, in LRU order
-        # The key of a cached block: the serial number of the block before it, and its tokens. (Bytes, not tuples: the
-        # garbage collector would traverse those.)
+        # The key of a cached block: the serial number of the block before it, then its tokens. Keys are bytes because
+        # the garbage collector would traverse tuples.
         self._keys: list[bytes | None] = [None] * blocks
         self._by_key: dict[bytes, int] = {}
         self._serial = [_ROOT] * blocks
         self._serials = count(1)
-        self._after: dict[bytes, bytes | list[bytes]] = {}  # serial number → key of the next block; several, sorted
+        self._after: dict[bytes, bytes | list[bytes]] = {}  # serial number → key of the next block, or a sorted list
 
     @property
     def total(self) -> int:
-        """Blocks without the null block."""
+        """The number of blocks, without the null block."""
         return len(self._references) - 1
 
     @property
     def available(self) -> int:
-        """How many of them can be allocated now."""
+        """How many blocks can be allocated now."""
         return len(self._empty) + len(self._unheld)
 
     @property
     def held(self) -> int:
-        """How many of them sequences hold, shared ones counted once."""
+        """How many blocks are held by sequences. Shared blocks count once."""
         return self.total - self.available
 
     def allocate(self, n: int) -> list[int]:
         """Take free blocks: empty ones first, then the least recently used of the prefix cache."""
         if n > self.available:
-            raise OutOfBlocksError(f"{n} blocks are needed, {self.available} are left")
+            raise OutOfBlocksError(f"{n} blocks are needed, but only {self.available} are free")
         first = max(len(self._empty) - n, 0)
         taken = self._empty[first:][::-1]
         del self._empty[first:]
@@ -101,17 +101,17 @@ class BlockManager:
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Share blocks that other sequences hold, or that the prefix cache has."""
+        """Add a reference to blocks that other sequences hold or that are in the prefix cache."""
         for block in blocks:
             if not self._references[block]:
                 del self._unheld[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> list[int]:
-        """Drop one reference to each; returns those that are empty now."""
+        """Drop one reference to each block; returns the blocks that are now empty."""
         emptied = []
         references, keys, unheld = self._references, self._keys, self._unheld
-        for block in reversed(blocks):  # of a cached sequence, the last block is evicted before the first
+        for block in reversed(blocks):  # so that a cached sequence is evicted from its last block on
             references[block] = left = references[block] - 1
             if left:
                 continue
@@ -125,7 +125,7 @@ class BlockManager:
     # --- the prefix cache -----------------------------------------------------------------------------------------
 
     def keep(self, blocks: Sequence[int], ids: Ids) -> None:
-        """Add the blocks of a sequence to the prefix cache; ``ids`` are the tokens of their keys and values."""
+        """Add the blocks of a sequence to the prefix cache; ``ids`` are the tokens that they hold."""
         if self.least_shared is None:
             return
         text, before, by_key, serial = _bytes(ids), _ROOT, self._by_key, self._serial
@@ -134,7 +134,7 @@ class BlockManager:
             before = serial[by_key.get(key) or self._insert(block, before, key)]
 
     def longest_prefix(self, ids: Ids) -> Prefix:
-        """The longest cached prefix of a prompt, without its last token: that one is run for its logits."""
+        """The longest cached prefix of a prompt. It excludes the last token, which must run to produce logits."""
         most = len(ids) - 1
         least = self.least_shared or most + 1
         if most < least or not self._by_key:
@@ -153,17 +153,17 @@ class BlockManager:
         return found if found.tokens >= least else Prefix([])
 
     def _longest_start(self, before: bytes, text: bytes) -> tuple[int, int]:
-        """Of the blocks after ``before``, the one that shares most first tokens with ``text``, and how many."""
+        """The block after ``before`` with the longest common prefix with ``text``, and that prefix's tokens."""
         siblings = self._after.get(before, [])
         wanted = before + text
-        if isinstance(siblings, list):  # sorted: the longest common prefix is that of a neighbour
+        if isinstance(siblings, list):  # sorted, so a neighbour has the longest common prefix
             at = bisect_left(siblings, wanted)
             siblings = max(siblings[max(at - 1, 0) : at + 1], key=lambda key: _common_prefix(key, wanted), default=b"")
         shared = (_common_prefix(siblings, wanted) - _SERIAL) // _TOKEN
         return (self._by_key[siblings], shared) if shared > 0 else (NULL_BLOCK, 0)
 
     def forget(self) -> None:
-        """Drop the prefix cache: the weights have changed, say."""
+        """Drop the prefix cache, for example because the weights have changed."""
         self.version += 1
         self._empty += self._unheld
         self._keys = [None] * len(self._keys)
@@ -184,7 +184,7 @@ class BlockManager:
         return block
 
     def _evict(self, blocks: Iterable[int]) -> None:
-        """Remove from the prefix cache. Blocks after one cannot be found without its serial number: LRU evicts them."""
+        """Remove blocks from the prefix cache. Their successors can no longer be found; LRU evicts those later."""
         keys, by_key, after = self._keys, self._by_key, self._after
         for block in blocks:
             key, keys[block] = keys[block], None
@@ -197,7 +197,7 @@ class BlockManager:
 
 
 def _bytes(ids: Ids) -> bytes:
-    """Tokens as bytes that sort as the tokens do (big-endian)."""
+    """Tokens as big-endian bytes, which sort like the tokens."""
     return np.asarray(ids, ">i4").tobytes()
 
 

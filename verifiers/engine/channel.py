@@ -1,8 +1,8 @@
-"""Tensors of one process → the same tensors in others, memory to memory: by gloo, or by NCCL where all have it.
+"""Broadcast tensors from one process to others: over NCCL if all members have it, otherwise over gloo.
 
-The sender is rank 0; each `broadcast` is one tensor, which the others receive in place. A channel is independent of
-`torch.distributed`'s default group. This file imports nothing of the package: a vLLM worker, in another environment,
-loads it too.
+The sender is rank 0. Each `broadcast` sends one tensor, which the others receive in place. A channel is independent of
+`torch.distributed`'s default group. This file must not import anything from the package, because vLLM workers load it
+in another environment.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor, distributed
 
 LOOPBACK = "127.0.0.1"
 ID_BYTES = 128
-# NCCL's numbers of types; tensors of others are sent as bytes.
+# NCCL's data type codes. Tensors of other types are sent as bytes.
 _NCCL_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.int64: 4, torch.int32: 2}
 _NCCL_BYTES, _NCCL_SUM = 1, 0
 
 
 def backend_here() -> str:
-    """The backend of this process: NCCL on CUDA, else gloo."""
+    """The backend of this process: "nccl" if CUDA and NCCL are available, otherwise "gloo"."""
     return "nccl" if torch.cuda.is_available() and _library() is not None else "gloo"
 
 
 def card_here(device: torch.device | None = None) -> str | None:
-    """The UUID of the GPU of this process: NCCL does not join two processes on one GPU."""
+    """The UUID of this process's GPU. NCCL cannot join two processes on one GPU."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
     return str(torch.cuda.get_device_properties(device or torch.cuda.current_device()).uuid)
@@ -43,7 +43,7 @@ def address_towards(host: str) -> str:
 
 
 class GlooChannel:
-    """A gloo group, for CPU tensors. With ``port`` 0 the sender takes a free one: see `port`."""
+    """A gloo group, for CPU tensors. With ``port=0`` the sender chooses a free port, available as `port`."""
 
     def __init__(self, address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
         self.device = torch.device("cpu")
@@ -74,10 +74,10 @@ class GlooChannel:
 
 
 class NcclChannel:
-    """An NCCL group, for CUDA tensors, by PyTorch's NCCL library. ``unique_id`` is the sender's, as base64.
+    """An NCCL group, for CUDA tensors, using PyTorch's NCCL library. ``unique_id`` is the sender's, as base64.
 
-    `join` blocks until all members have called it; it ends with an all-reduce of one number, as vLLM's workers expect.
-    The device is the one that is current at creation, whichever thread uses the group.
+    `join` blocks until all members have called it. It ends with an all-reduce of one number, as vLLM's workers expect.
+    The group uses the device that was current when it was created, on whichever thread it is called.
     """
 
     def __init__(self, unique_id: str, *, rank: int, world_size: int) -> None:
@@ -143,7 +143,7 @@ def _library() -> Any:
 
 def _nccl() -> Any:
     if (library := _library()) is None:
-        raise ValueError("NCCL is not there: PyTorch was installed without CUDA; use gloo")
+        raise ValueError("NCCL is not available: PyTorch was installed without CUDA. Use gloo")
     return library
 
 
@@ -153,7 +153,7 @@ def _check(library: Any, code: int) -> None:
 
 
 def opened(init: dict[str, Any], *, rank: int, timeout_s: float) -> GlooChannel | NcclChannel:
-    """Join, as a receiver, the channel that the body of ``/init_weight_transfer_engine`` describes."""
+    """Join as a receiver. ``init`` is the request body of ``/init_weight_transfer_engine``."""
     made: GlooChannel | NcclChannel
     if init.get("nccl_unique_id_b64"):
         made = NcclChannel(init["nccl_unique_id_b64"], rank=rank, world_size=init["world_size"])

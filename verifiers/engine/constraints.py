@@ -1,7 +1,7 @@
-"""A grammar → the tokens that may come next: replies that follow a JSON schema, or call a given function.
+"""Constrained decoding: the tokens that a grammar allows next, for replies that match a JSON schema or call a function.
 
-llguidance does the work, within limits: an untrusted schema may be large, recursive or highly ambiguous. One that
-exceeds a limit is refused when it is compiled, in a thread, or fails its own request.
+llguidance computes the token masks. Its resources are limited, because an untrusted schema may be large, recursive or
+highly ambiguous. A schema that exceeds a limit is refused when it is compiled (in a thread), or fails only its request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from verifiers.errors import InfraError, RequestRefusedError
 
 T = TypeVar("T")
 
-MOST_CHARS = 128 << 10  # of a grammar: OpenAI takes schemas of 120,000 characters
+MOST_CHARS = 128 << 10  # of a grammar. OpenAI accepts schemas of up to 120,000 characters
 MOST_DEPTH = 64  # of nested values in a schema
 MOST_WIDTH = 1000  # values in one object or list of a schema: time is quadratic in the optional properties
-MASK_CPU_S = 0.5  # for one step's mask: a slower grammar delays the whole batch
+MASK_CPU_S = 0.5  # CPU time for one step's mask: a slower grammar delays the whole batch
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 500_000,
@@ -36,39 +36,39 @@ LIMITS = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 50_000,
 }
-# Whitespace as `json.dumps` writes it: models have seen much of that, and cannot go on with spaces forever.
+# The whitespace of `json.dumps`: it is common in training data, and fixed, so a model cannot emit spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ConstraintError(RequestRefusedError):
-    """A grammar that cannot be used: it is wrong, too large, or no text fits it."""
+    """A grammar that cannot be used: it is invalid or too large, or no text matches it."""
 
 
 class Matcher:
-    """The state of one reply in a grammar."""
+    """The parser state of one reply."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._consumed = 0
 
     def allowed(self, ids: Sequence[int], vocabulary: int) -> np.ndarray:
-        """Which tokens may follow the reply ``ids``; stop tokens are among them where it may end."""
+        """Mask of the tokens that may follow the reply ``ids``, including stop tokens where the reply may end."""
         started = time.thread_time()
         for token in ids[self._consumed :]:
             self._matcher.consume_token(int(token))
         self._consumed = len(ids)
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise ConstraintError(f"the grammar of the reply cannot be followed further: {_said(self._matcher)}")
+            raise ConstraintError(f"the grammar of the reply cannot be followed: {_said(self._matcher)}")
         if time.thread_time() - started > MASK_CPU_S:
-            raise ConstraintError(f"the grammar of the reply takes more than {MASK_CPU_S:g} s a token; make it simpler")
+            raise ConstraintError(f"the reply's grammar takes more than {MASK_CPU_S:g} s per token; simplify it")
         allowed_V = np.zeros(vocabulary, bool)
         bits = np.unpackbits(mask, bitorder="little")[:vocabulary]
         allowed_V[: len(bits)] = bits
         if not allowed_V.any():
-            raise ConstraintError("no token of the model's vocabulary goes on with the reply as its grammar wants it")
+            raise ConstraintError("the reply's grammar allows no further token of the model's vocabulary")
         return allowed_V
 
 
@@ -85,24 +85,24 @@ class Constraint:
 
 
 class Constraints:
-    """Compiled grammars for one model's vocabulary; recent ones are cached. Compiling is slow: see `submit`."""
+    """Compiles grammars for one model's vocabulary and caches recent ones. Compiling is slow: use `submit`."""
 
     def __init__(self, codec: Codec, *, vocabulary: int, stop_ids: frozenset[int]) -> None:
         self._codec, self._vocabulary, self._stop_ids = codec, vocabulary, stop_ids
         self._recent: Recent[Constraint] = Recent()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")  # its thread starts when needed
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")  # starts its thread on demand
         self._is_closed = False
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Run work that compiles in the one thread for it: slow grammars delay other grammars, and nothing else."""
+        """Run work that compiles in a dedicated thread, so that slow grammars delay only other grammars."""
         try:
             return self._pool.submit(self._unless_closed, work, *args)
-        except RuntimeError as error:  # it was shut down
+        except RuntimeError as error:  # the pool was shut down
             raise InfraError("the model is closed") from error
 
     def _unless_closed(self, work: Callable[..., T], *args: Any) -> T:
-        if self._is_closed:  # an error: a cancelled future would look like a cancelled task
+        if self._is_closed:  # raise, because a cancelled future would look like a cancelled task
             raise InfraError("the model is closed")
         return work(*args)
 
@@ -126,26 +126,26 @@ class Constraints:
             self._tokenizer, library.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
         )
         if matcher.is_error():
-            raise ConstraintError(f"the schema cannot be followed: {_said(matcher)}")
+            raise ConstraintError(f"the schema cannot be compiled: {_said(matcher)}")
         constraint = Constraint(matcher)
-        constraint.start().allowed((), self._vocabulary)  # a grammar that no text fits, or that is too slow, fails here
+        constraint.start().allowed((), self._vocabulary)  # raises if no text matches the grammar or it is too slow
         return constraint
 
     @cached_property
     def _tokenizer(self) -> Any:
         written = self._codec.written
         if written is None:
-            raise ConstraintError("replies can be constrained with a tokenizer of the tokenizers library only")
+            raise ConstraintError("constrained replies need a tokenizer of the tokenizers library")
         stop_ids = sorted(token for token in self._stop_ids if token < self._vocabulary)
         if not stop_ids:
-            raise ConstraintError("the model has no token that ends a reply: what it says cannot be constrained")
+            raise ConstraintError("the model has no end-of-reply token, so its replies cannot be constrained")
         known: Any = written
         if not self._codec.is_bytewise and (pieces := self._codec.whole_pieces()) is not None:
-            known = _Pieces(self._codec, pieces, stop_ids)  # llguidance does not know how every decoder works
+            known = _Pieces(self._codec, pieces, stop_ids)  # llguidance does not support every decoder
         try:
             return _llguidance().LLTokenizer(known, n_vocab=self._vocabulary, eos_token=stop_ids)
         except ValueError as error:
-            raise ConstraintError(f"replies of this tokenizer cannot be constrained: {error}") from error
+            raise ConstraintError(f"replies cannot be constrained with this tokenizer: {error}") from error
 
 
 class _Pieces:
@@ -175,14 +175,14 @@ def _llguidance() -> Any:
 
 def _said(matcher: Any) -> str:
     text = " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())
-    return text[:300] or "nothing fits it"
+    return text[:300] or "no text matches it"
 
 
 # --- grammars -----------------------------------------------------------------------------------------------------
 
 
 def schema_grammar(schema: Any, *, strict: bool) -> str:
-    """The grammar of values that fit a JSON schema; unless ``strict``, unsupported keywords are ignored.
+    """The grammar of values that match a JSON schema. Unsupported keywords are ignored unless ``strict``.
 
     >>> schema_grammar({"type": "integer"}, strict=True)[:50]
     'start: %json {"type": "integer", "x-guidance": {"w'
@@ -193,8 +193,8 @@ def schema_grammar(schema: Any, *, strict: bool) -> str:
 def call_grammar(
     tools: Sequence[Mapping[str, Any]], style: Style, codec: Codec, *, schema: Any = None, strict: bool = False
 ) -> str:
-    """The grammar of a call of one of these functions, in the model's style; or, with a ``schema``, of a value that
-    fits it."""
+    """The grammar of a call of one of these functions, in the model's style. With a ``schema``, a value that matches
+    it is allowed instead of a call."""
     opening, key, closing = {
         "hermes": (f"{OPEN}\n", "arguments", f"\n{CLOSE}"),
         "llama3": ("", "parameters", ""),
@@ -219,7 +219,7 @@ def _json_rule(schema: Any, *, strict: bool) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
-        raise ConstraintError(f"a JSON schema is an object, not {schema!r:.100}")
+        raise ConstraintError(f"a JSON schema must be an object, not {schema!r:.100}")
     _check_size(schema)
     try:
         return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not strict}}, allow_nan=False)}"
@@ -228,7 +228,7 @@ def _json_rule(schema: Any, *, strict: bool) -> str:
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse a schema that is too deep or too wide; without recursion, as it is untrusted."""
+    """Reject a schema that is too deep or too wide. No recursion, because the schema is untrusted."""
     level, depth = [schema], 0
     while level:
         depth += 1
@@ -236,7 +236,7 @@ def _check_size(schema: Any) -> None:
             raise ConstraintError(f"the schema nests values more than {MOST_DEPTH} deep")
         if (widest := max(map(len, level))) > MOST_WIDTH:
             raise ConstraintError(
-                f"one value of the schema has {widest:,} parts, and at most {MOST_WIDTH:,} are followed"
+                f"one object or list of the schema has {widest:,} parts; at most {MOST_WIDTH:,} are supported"
             )
         level = [
             inner
@@ -247,7 +247,7 @@ def _check_size(schema: Any) -> None:
 
 
 def _text_rule(text: str, codec: Codec) -> str:
-    """A text as a rule of a grammar; special tokens by their ids."""
+    """A text as a grammar rule, with special tokens written as their ids."""
     parts: list[str] = []
     for is_text, pieces in groupby(codec.special_pieces(text), key=lambda piece: piece[0] is None):
         if not is_text:
@@ -259,5 +259,5 @@ def _text_rule(text: str, codec: Codec) -> str:
 
 def _checked(grammar: str) -> str:
     if len(grammar) > MOST_CHARS:
-        raise ConstraintError(f"the schema has {len(grammar):,} characters, and at most {MOST_CHARS:,} are followed")
+        raise ConstraintError(f"the schema has {len(grammar):,} characters; at most {MOST_CHARS:,} are supported")
     return grammar

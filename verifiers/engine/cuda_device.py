@@ -1,4 +1,4 @@
-"""The CUDA device as the engine uses it: attention and sampling kernels, graph capture, pinned memory, events."""
+"""The engine's interface to CUDA: attention and sampling kernels, graph capture, pinned memory, events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class CudaDecode:
-    """Attention of one new token a row, by our kernel."""
+    """Attention of one new token per row, by our kernel."""
 
     def __init__(
         self, cache: KVCache, tables: Tensor, length_B: Tensor, angles: tuple[Tensor, Tensor] | None = None
@@ -45,7 +45,7 @@ class CudaDecode:
 
 
 class CudaExtend:
-    """Attention of several packed prompts; each attends to itself and to its sequence's past, by our kernels."""
+    """Attention of several packed prompts, by our kernels. Each attends to itself and to its sequence's past."""
 
     def __init__(self, cache: KVCache, tables: Tensor, row_T: Tensor, position_T: Tensor, blocks: Tensor) -> None:
         self.cache, self.tables, self.row_T, self.position_T, self.blocks = cache, tables, row_T, position_T, blocks
@@ -71,24 +71,24 @@ _capturing = threading.Lock()
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures of a process, one at a time: cuBLAS keeps memory for each stream that it has seen."""
+    """One stream for all captures of a process, because cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
 class CudaDevice:
-    """The GPU. Tests and benchmarks have others in its place, which run on the CPU."""
+    """The GPU. Tests and benchmarks replace it with versions that run on the CPU."""
 
     decode_attention, extend_attention = CudaDecode, CudaExtend
 
     def __init__(self) -> None:
         self.captures = 0  # graphs captured so far
-        self._pool: Any = None  # of memory, which all graphs share
+        self._pool: Any = None  # memory pool shared by all graphs
 
     def drop_graphs(self) -> None:
         self._pool = None
 
     def capture(self, work: Callable[[], T], undo: Callable[[], None] | None = None) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Warm up by doing and undoing the work twice on a side stream, then capture it as a graph."""
+        """Run and undo the work twice on a side stream as a warm-up, then capture it as a graph."""
         stream, graph = _capture_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
         with _capturing:
             stream.wait_stream(torch.cuda.current_stream())
@@ -116,9 +116,9 @@ class CudaDevice:
         return event
 
     def tokens_at_once(self, share: int) -> int:
-        """Tokens of a prompt that one program of the attention kernel takes, if ``share`` heads share a key."""
+        """Prompt tokens per program of the attention kernel, if ``share`` query heads share a key head."""
         return queries_at_once(share) // share
 
     def sample(self, logits_NV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor, Tensor]:
-        """Sampling without truncation, in one pass over the logits."""
+        """Sample without truncation, in one pass over the logits."""
         return cuda_sampling.sample(logits_NV, columns.temperature_B, columns.seed_B, columns.step_B)

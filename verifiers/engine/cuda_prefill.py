@@ -1,7 +1,7 @@
-"""Prefill on CUDA: the new tokens of many packed prompts, over the cached positions of their blocks.
+"""Prefill on CUDA: the new tokens of many packed prompts attend to themselves and to cached positions.
 
-They are run by CUDA graphs, in parts of at most the largest graph's tokens: launching kernels one by one takes longer
-than running them, above all while other threads hold the interpreter.
+Prompts run as CUDA graphs, split into parts that fit the largest graph. Launching the kernels one by one would take
+longer than running them, especially while other threads hold the GIL.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from verifiers.engine.cuda_runner import CudaDecoder
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # sizes of graphs, in new tokens
-TOKENS_A_PROMPT, PROMPTS = 16, 16  # a graph takes one prompt for each 16 of its tokens, and at least 16 prompts
-CAPTURE_AT, CAPTURE_AT_LAST = 2, 4  # the use at which a size gets a graph; the latter while a larger graph can serve
+TOKENS_A_PROMPT, PROMPTS = 16, 16  # a graph has room for one prompt per 16 tokens, and for at least 16 prompts
+CAPTURE_AT, CAPTURE_AT_LAST = 2, 4  # the use of a size that captures its graph; the latter if a larger graph can serve
 
 
 def blocks_of(segments: Sequence[Segment], step: int) -> np.ndarray:
-    """Blocks of at most ``step`` queries: first token, number of tokens, block table, and first position of each.
+    """Split segments into blocks of at most ``step`` queries: first token, token count, block table, first position.
 
     >>> blocks_of([Segment(0, 40, table=3, past=100)], step=32).tolist()
     [[0, 32], [32, 8], [3, 3], [100, 132]]
@@ -61,12 +61,12 @@ def parts_of(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
 
 
 def most_prompts(tokens: int) -> int:
-    """How many prompts a graph of that many tokens takes."""
+    """How many prompts a graph of that many tokens has room for."""
     return max(PROMPTS, tokens // TOKENS_A_PROMPT)
 
 
 def graph_size(tokens: int, prompts: int, captured: Collection[int], seen: Counter[int]) -> int:
-    """The size of the graph to run or to capture, whose uses ``seen`` counts; 0: not worth a graph yet.
+    """The size of the graph to run or capture; 0 to run without a graph. ``seen`` counts the uses of each size.
 
     >>> seen = Counter()
     >>> [graph_size(100, 3, {512}, seen) for _ in range(4)], [graph_size(3000, 9, {512}, seen) for _ in range(2)]
@@ -83,7 +83,7 @@ def graph_size(tokens: int, prompts: int, captured: Collection[int], seen: Count
 
 
 class CudaPrefill:
-    """Runs packed prompts by CUDA graphs; what is too long for the largest graph in parts."""
+    """Runs packed prompts as CUDA graphs, in parts if they are too long for the largest graph."""
 
     def __init__(self, decoder: CudaDecoder) -> None:
         self._decoder, self._card = decoder, decoder.card
@@ -96,7 +96,7 @@ class CudaPrefill:
         self._graphs.clear()
 
     def run(self, ids_T: np.ndarray, keep_N: np.ndarray, segments: list[Segment], tables: np.ndarray) -> Tensor:
-        """The logits after the tokens at ``keep``, which is sorted."""
+        """The logits after the tokens at ``keep_N``, which must be sorted."""
         if len(ids_T) <= TOKENS[-1]:
             return self._run(ids_T, keep_N, segments, tables)
         logits, begin = list[Tensor](), 0
@@ -122,7 +122,7 @@ class CudaPrefill:
         return logits[: len(keep_N)]
 
     def _padded(self, inputs: Sequence[np.ndarray], tokens: int, most: int) -> list[np.ndarray]:
-        """Padded to sizes that depend on ``tokens`` alone; keys and values of padding go to the null block."""
+        """Pad to sizes that depend only on ``tokens``. Keys and values of padding go to the null block."""
         token_T, block_B, keep_N, tables = inputs
         padding = np.array([[0], [most], [0]], np.int32)  # id, table, position: the last table has null blocks only
         blocks = most + tokens // self._step
@@ -143,7 +143,7 @@ class CudaPrefill:
         if tokens not in self._graphs:
             target = torch.zeros(sum(one.size for one in like), dtype=torch.int32, device=self._decoder.blocks.device)
             parts = target.split([one.size for one in like])
-            views = [part.view(one.shape) for part, one in zip(parts, like, strict=True)]  # zeros: of the null block
+            views = [part.view(one.shape) for part, one in zip(parts, like, strict=True)]  # zeros: the null block
             graph, logits = self._card.capture(lambda: self._forward(*views))
             self._graphs[tokens] = graph, target, logits
         return self._graphs[tokens]

@@ -1,8 +1,8 @@
-"""Decoding on CUDA: captured graphs over static rows, sampling on the device, the host some steps behind.
+"""Decoding on CUDA: captured graphs over static rows, sampling on the device, the host a few steps behind.
 
-While steps are in flight the device's copy of the batch table is the current one: the graph updates last token, length
-and step of each row. The host launches the next steps before it reads the results of earlier ones, so the device never
-waits for it; tokens that a row samples beyond its last one are dropped.
+While steps are in flight, the device's copy of the batch table is the current one: the graph updates each row's last
+token, length and step. The host launches the next steps before it reads the results of earlier ones, so the device
+never waits for the host. Tokens that a row samples after its last one are dropped.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from verifiers.engine.model_runner import ModelRunner
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-INTS, FLOATS, HEAD_WORDS = 6, 3, 16  # 64-bit and 32-bit columns of a row on the device; 32-bit words before its blocks
-BURST = 4  # steps launched at once and read at once; a row may overrun by two bursts, 8 tokens (see OVERRUN)
-# With at most so many rows, steps are launched one by one: the host is fast enough, and a batch that shrinks captures
-# the graphs of all small sizes the first time.
+INTS, FLOATS, HEAD_WORDS = 6, 3, 16  # int64 and float32 columns of a row on the device; 32-bit words before its blocks
+BURST = 4  # steps launched and read together; a row may overrun by two bursts, 8 tokens (see OVERRUN)
+# Up to this many rows, steps are launched one by one: the host is fast enough, and the first time a batch shrinks it
+# captures the graphs of all small sizes.
 FEW_ROWS = 64
-WORDS = 4  # 32-bit words that a row sends to the host: two for its token, one for each logprob
+WORDS = 4  # 32-bit words per row sent to the host: two for its token, one for each logprob
 
 
 @dataclass(slots=True)
 class _Launch:
     """Steps in flight."""
 
-    rows_N: np.ndarray  # the rows that the sequences have now; -1: removed
+    rows_N: np.ndarray  # current rows of the sequences; -1: removed
     is_first: bool  # are these the first tokens of their replies?
     steps: int
     event: Any  # recorded after the copy to the host
-    words: Tensor  # on the host: [steps, WORDS, size], and unused words
+    words: Tensor  # on the host: [steps, WORDS, size], followed by unused words
     size: int  # rows of the graph
     is_whole: bool = True  # no sequence was removed or moved since
 
@@ -55,7 +55,8 @@ class CudaDecoder:
     def __init__(self, table: BatchTable, runner: ModelRunner, cache: KVCache, card: CudaDevice) -> None:
         self.table, self.runner, self.cache, self.card = table, runner, cache, card
         self.rows, device = len(table.length), cache.store.device
-        # Rows that are not live stay at position 0 of the null block. The last row never is: it is copied over others.
+        # Rows that are not live stay at position 0 of the null block. The last row is never live: it is the template
+        # that is copied over freed rows.
         rows, width = table.blocks.shape
         words = HEAD_WORDS + width + width % 2  # of 32 bits; even, as some columns have 64
         self._rows = torch.zeros((rows + 1, words), dtype=torch.int32, device=device)
@@ -65,8 +66,8 @@ class CudaDecoder:
         self.columns = SamplingColumns(temperature, top_p, top_k, min_p, seed, step)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._launched: deque[_Launch] = deque()
-        self._buffers: list[Tensor] = []  # of the host, unused now
-        self._angles: tuple[Tensor, Tensor] | None = None  # of the rotary embedding, at all positions
+        self._buffers: list[Tensor] = []  # free host buffers
+        self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of the rotary embedding at all positions
         self._prefill = CudaPrefill(self)
         self.prefill = self._prefill.run
         self.sample = card.sample
@@ -95,9 +96,9 @@ class CudaDecoder:
             self._rows.view(-1).index_copy_(0, new[:n], new[n:].int())
 
     def move(self, now: np.ndarray, holes: np.ndarray, movers: np.ndarray, first: int, last: int) -> None:
-        """Follow the host in closing gaps: rows ``movers`` go to ``holes``, and ``[first, last)`` are free.
+        """Close gaps as the host did: move rows ``movers`` to ``holes`` and free rows ``[first, last)``.
 
-        The sequence of row i is in row ``now[i]``, or was removed (-1).
+        ``now`` maps an old row to its new row, or to -1 if its sequence was removed.
         """
         for launch in self._launched:
             launch.rows_N, launch.is_whole = now[launch.rows_N], False
@@ -109,8 +110,8 @@ class CudaDecoder:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def burst(self, n: int) -> int:
-        """How many steps to launch for the first n rows; none, if those in flight reach every row's last token."""
-        has_callback = np.count_nonzero(self.table.has_callback[:n])  # wants each token as soon as it is sampled
+        """How many steps to launch for the first n rows; 0 if the steps in flight reach every row's last token."""
+        has_callback = np.count_nonzero(self.table.has_callback[:n])  # needs each token as soon as it is sampled
         return max(0, min(int(self.table.tokens_left(n).max()), 1 if has_callback or n <= FEW_ROWS else BURST))
 
     def launch(self, n: int, steps: int) -> None:
@@ -146,21 +147,21 @@ class CudaDecoder:
 
     @property
     def in_flight(self) -> int:
-        """Launches whose results were not read yet."""
+        """Launches whose results have not been read yet."""
         return len(self._launched)
 
     @property
     def steps_behind_oldest(self) -> int:
-        """Steps in flight after those of the oldest launch."""
+        """Steps in flight, without those of the oldest launch."""
         return sum(launch.steps for launch in self._launched) - self._launched[0].steps if self._launched else 0
 
     def collect(self) -> tuple[np.ndarray, bool, Drawn]:
-        """Wait for the oldest launch in flight; returns the rows of sequences that still run, whether these are the
-        first tokens of their replies, and the tokens."""
+        """Wait for the oldest launch. Returns the rows of sequences that still run, whether these are the first tokens
+        of their replies, and the tokens."""
         launch = self._launched.popleft()
         keep = slice(len(launch.rows_N)) if launch.is_whole else np.flatnonzero(launch.rows_N >= 0)
         rows_N = launch.rows_N[keep]
-        if len(rows_N):  # tokens of removed sequences only are not waited for
+        if len(rows_N):  # else all sequences were removed: no need to wait
             launch.event.synchronize()
         n = launch.size
         words_K = launch.words.numpy()[: launch.steps * WORDS * n].reshape(launch.steps, WORDS * n)
@@ -169,11 +170,11 @@ class CudaDecoder:
         return rows_N, launch.is_first, Drawn(token_KN[:, keep], others_K[:, :n][:, keep], others_K[:, n:][:, keep])
 
     def update_angles(self) -> None:
-        """Compute the angles of the rotary embedding again: the weights, or buffers, have changed."""
+        """Recompute the angles of the rotary embedding, after weights or buffers have changed."""
         found = self.runner.decoder.angles(self.cache.length)
         if found is None or self._angles is None:
             if found is not self._angles:
-                self.drop_graphs()  # they were captured the other way
+                self.drop_graphs()  # captured with precomputed angles, and now there are none, or the reverse
             self._angles = found
             return
         for target, values in zip(self._angles, found, strict=True):
@@ -190,7 +191,7 @@ class CudaDecoder:
         self._rows.zero_()
 
     def _capture(self, size: int, truncates: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step. The warm-up runs the very next step and undoes it: the keys it writes are the right ones."""
+        """Capture a step. The warm-up runs the real next step, then undoes it; the keys it writes stay valid."""
         state = [self.token, self.length, self.columns.step_B]
         before = [column.clone() for column in state]
 
@@ -202,7 +203,7 @@ class CudaDecoder:
 
     def _step(self, size: int, truncates: bool) -> Tensor:
         length, angles = self.length[:size], self._angles
-        # A row may overrun the context; those tokens are dropped.
+        # A row may run past the context; those tokens are dropped.
         position = length.clamp(max=self.cache.length - 1) if angles is None else length
         attend = self.card.decode_attention(self.cache, self.blocks[:size], length, angles)
         logits = self.runner.forward(self.token[:size, None], position[:, None], attend)[:, 0]
@@ -218,7 +219,7 @@ class CudaDecoder:
 
 
 def columns_of(rows: Tensor, blocks: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
-    """Views of rows of 32-bit words: int64 columns, float32 columns, and the block table. One copy moves a row."""
+    """Views of rows of 32-bit words: int64 columns, float32 columns, block table. So one copy moves a whole row."""
     ints = rows.view(torch.int64)[:, :INTS].unbind(1)
     floats = rows.view(torch.float32)[:, 2 * INTS : 2 * INTS + FLOATS].unbind(1)
     return ints, floats, rows[:, HEAD_WORDS : HEAD_WORDS + blocks]

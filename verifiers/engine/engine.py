@@ -1,7 +1,7 @@
-"""Prompts → completions by continuous batching: sequences join and leave the batch between steps.
+"""Continuous batching: sequences join and leave the batch between steps.
 
-`submit` queues a sequence, the scheduler gives it blocks of the KV cache, the model runner runs its prompt (prefill),
-then one token a step (decode), the sampler draws, and the scheduler delivers the reply when it has finished.
+`submit` queues a sequence. The scheduler allocates blocks of the KV cache for it. The model runner runs its prompt
+(prefill), then one token per step (decode). The sampler draws each token, and the scheduler delivers the reply.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from verifiers.kernels.prove import max_positions
 
 logger = logging.getLogger("verifiers.engine")
 
-LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: a shorter prefix is cheaper to run again than to reuse
-PREFILL, PREFILL_CUDA = 1024, 32768  # tokens of prompts in one step
-GATHER_TIMEOUT_S = 2.0  # without a new request, after which `gather` starts those that have come
+LEAST_SHARED, LEAST_SHARED_CUDA = 16, 64  # tokens: a shorter cached prefix is cheaper to run again than to reuse
+PREFILL, PREFILL_CUDA = 1024, 32768  # prompt tokens per step
+GATHER_TIMEOUT_S = 2.0  # `gather` stops waiting after this long without a new request
 PAUSES = ("abort", "wait", "keep")
 POLL_S = 0.005
-ABORTED = "the request was aborted: the server was paused, for new weights perhaps; ask again"
+ABORTED = "the request was aborted because the server was paused, perhaps to load new weights; send it again"
 
 
 _started: WeakSet[Engine] = WeakSet()
@@ -46,7 +46,7 @@ _started: WeakSet[Engine] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is killed within torch at exit aborts the process: each is joined before."""
+    """Join every engine's thread at exit: killing a thread inside torch would abort the process."""
     engines = list(_started)
     for engine in engines:
         engine.stop()
@@ -55,11 +55,11 @@ def _stop_all() -> None:
 
 
 class EngineFullError(RateLimitError):
-    """More requests are waiting than the engine takes."""
+    """The queue of waiting requests is full."""
 
 
 class Engine:
-    """Continuous batching over one model. ``submit`` is for any thread; the model runs on a thread of the engine's."""
+    """Continuous batching over one model. Any thread may call ``submit``; the model runs on the engine's own thread."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Engine:
         self._seeds = Seeds()
         self._gathering = 0  # requests to wait for before the next step
         self._is_paused = False
-        self._held: list[ActiveSequence] | None = None  # requests since `pause("wait")`: they start after `resume`
-        self._abort_error: Exception | None = None  # the engine's thread is to fail all requests with it
+        self._held: list[ActiveSequence] | None = None  # requests since `pause("wait")`; they start after `resume`
+        self._abort_error: Exception | None = None  # if set, the engine's thread fails all requests with it
         self._has_cache = False
         self.backend: Backend = choose_backend(self)
 
@@ -111,7 +111,7 @@ class Engine:
         return self._step_runner.tokens
 
     def tokens_under_way(self) -> int:
-        """Tokens of the unfinished replies so far; any thread may ask."""
+        """Tokens of the unfinished replies so far. Safe to call from any thread."""
         return int(self.table.steps[: len(self.running)].sum())
 
     @property
@@ -125,7 +125,7 @@ class Engine:
         return self.scheduler.running
 
     def use_backend(self, backend: str) -> None:
-        """Allocate what a backend needs: the KV cache and the CUDA graphs, or a cache of the model's own a sequence."""
+        """Allocate a backend's caches: the KV cache and CUDA graphs, or one of the model's own caches per sequence."""
         self.scheduler.cuda = None
         if backend not in BATCHED:
             self.scheduler.cache = SequentialCache(self.model, uses_cache=backend == SEQUENTIAL)
@@ -134,10 +134,10 @@ class Engine:
             return
         self.runner.uses_c, self.runner.uses_modules = backend == CPU, backend == MODULES
         least = LEAST_SHARED_CUDA if self.device.type == "cuda" else LEAST_SHARED
-        # Two more: the null block, and one that a prefix is copied from while one sequence holds all others.
+        # Two extra blocks: the null block, and a source to copy a prefix from while one sequence holds all others.
         blocks = blocks_for(self.cache_tokens) + 2
         self.scheduler.blocks = BlockManager(blocks, least_shared=least)
-        with torch.inference_mode(False):  # it may be allocated in inference mode and written to outside of it
+        with torch.inference_mode(False):  # so that the cache can also be written to outside inference mode
             cache = KVCache(Shape.of(self.model.config), blocks, self.length, dtype=self.dtype, device=self.device)
             self.scheduler.cache = cache
             if self.device.type == "cuda":
@@ -147,12 +147,12 @@ class Engine:
         self._has_cache = True  # last: if the allocation failed, the next request tries again
 
     def reset(self) -> None:
-        """Forget everything that was run so far, the counts included."""
+        """Drop the prefix cache, the state of the weights, and the counters."""
         self.scheduler.blocks.forget()
         self.runner.reset()
         self._step_runner.steps = self._step_runner.tokens = 0
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -162,14 +162,14 @@ class Engine:
         n: int = 1,
         on_token: OnToken | Sequence[OnToken] | None = None,
     ) -> list[Answer]:
-        """Queue ``n`` completions of one prompt, which is run once; ``on_token`` may be one function for each."""
+        """Queue ``n`` completions of one prompt, which runs once. ``on_token``: one callback, or one per completion."""
         sampling = sampling or Sampling()
         if not len(prompt_ids):
-            raise ValueError("the prompt is empty: give at least one token")
+            raise ValueError("the prompt is empty: pass at least one token")
         if len(prompt_ids) >= self.length:
-            holds = f", all that the KV cache holds (cache_tokens={self.cache_tokens})"
+            holds = f", the size of the KV cache (cache_tokens={self.cache_tokens})"
             raise OverlongPromptError(
-                f"the prompt has {len(prompt_ids)} tokens, and the context is {self.length}"
+                f"the prompt has {len(prompt_ids)} tokens, but the context is {self.length}"
                 f"{holds if self.length == self.cache_tokens else ''}"
             )
         tokens = check_tokens(tuple(prompt_ids), self.vocabulary)
@@ -187,33 +187,33 @@ class Engine:
             queue = self.waiting
             waiting = len(queue) + len(self._held or ())
             if waiting + n > self.max_waiting:
-                raise EngineFullError(f"{waiting} requests are waiting already; try again in a moment")
+                raise EngineFullError(f"{waiting} requests are already waiting; try again in a moment")
             is_first = not queue
             (queue if self._held is None else self._held).extend(sequences)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="verifiers-engine", daemon=True)
                 self._thread.start()
                 _started.add(self)
-            if is_first or len(queue) >= self._gathering:  # while it gathers, the thread sleeps until all have come
+            if is_first or len(queue) >= self._gathering:  # during `gather` the thread sleeps until all have arrived
                 self._wake.notify()
         return [sequence.future for sequence in sequences]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
     ) -> list[Generated]:
-        """Completions of many prompts, in order; blocks until all have finished."""
+        """The completions of many prompts, in order. Blocks until all have finished."""
         futures = [future for prompt in prompts for future in self.submit(prompt, sampling, n=n)]
         return [future.result() for future in futures]
 
     def reseed(self, seed: int) -> None:
-        """From here on a request without a seed gets one made of this number, its prompt, and how often it was asked:
-        what is sampled then does not depend on the order of arrival."""
+        """Derive the seed of each later request that has none from this number, its prompt, and how often that prompt
+        was submitted. Replies then do not depend on the order of arrival."""
         with self._wake:
             self._seeds = Seeds(seed)
 
     def gather(self, count: int) -> None:
-        """Start the next ``count`` requests together, once all have come (or no more come for `GATHER_TIMEOUT_S`):
-        equal prompts are run once, and the batches are the same every time."""
+        """Start the next ``count`` requests together, once all have arrived or none arrives for `GATHER_TIMEOUT_S`.
+        Equal prompts then run once, and the batches are the same every time."""
         with self._wake:
             self._gathering = count
 
@@ -222,10 +222,10 @@ class Engine:
         return self._is_paused
 
     def pause(self, mode: str = "keep") -> None:
-        """Sample nothing until `resume`: requests in flight stop where they are (``keep``), finish first (``wait``) or
-        fail (``abort``); later ones wait. While paused already, ``wait`` does not wait."""
+        """Sample nothing until `resume`. Requests in flight stop where they are (``keep``), finish first (``wait``) or
+        fail (``abort``). Later requests wait. If the engine is already paused, ``wait`` returns at once."""
         if mode not in PAUSES:
-            raise ValueError(f"there is no way {mode!r} to pause; there are {', '.join(PAUSES)}")
+            raise ValueError(f"{mode!r} is not a pause mode; use one of {', '.join(PAUSES)}")
         with self._wake:
             if mode == "wait" and self._held is None:
                 self._held = []
@@ -237,15 +237,15 @@ class Engine:
             self._wake.notify_all()
         while self._abort_error is not None and not self._is_closed:
             time.sleep(POLL_S)
-        with self.lock:  # the current step has ended
+        with self.lock:  # wait for the current step to end
             return
 
     def _is_busy(self) -> bool:
-        with self.lock:  # between two steps: within one, a sequence may be in none of the queues
+        with self.lock:  # between two steps; during a step a sequence may be in none of the queues
             return self.scheduler.has_work
 
     def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         with self._wake:
             self.waiting.extend(self._held or ())
             self._held, self._is_paused = None, False
@@ -258,29 +258,29 @@ class Engine:
         self.release_cache()
 
     def join(self) -> None:
-        """Wait for the end of the engine's thread, unless this is it."""
+        """Wait for the engine's thread to end. Does nothing on that thread itself."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def stop(self) -> None:
-        """As `close`, without joining the thread: safe in a finalizer."""
+        """Like `close`, but without joining the thread or freeing the cache, so it is safe in a finalizer."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
 
     def name_weights(self, version: int | str) -> None:
-        """Tokens sampled from here on are recorded as of this version of the weights."""
+        """Record tokens sampled from now on under this version of the weights."""
         with self.lock:
             self.runner.name_weights(version)
 
     def forget(self) -> None:
-        """Drop the prefix cache, and all that was derived from the weights (they have changed, say)."""
+        """Drop the prefix cache and everything derived from the weights. Call it after changing weights."""
         with self.lock:
             self.scheduler.blocks.forget()
             self.runner.forget()
 
     def release_cache(self) -> None:
-        """Free the KV cache and its graphs, if nothing is running; the next request allocates them again."""
+        """Free the KV cache and its graphs if nothing is running. The next request allocates them again."""
         with self.lock:
             if not self.scheduler.is_idle:
                 return
@@ -320,18 +320,18 @@ class Engine:
             try:
                 with self.lock, torch.inference_mode(), self.runner.evaluating():
                     self._step()
-            except Exception as error:  # the model is foreign code: it fails its requests, not the engine
+            except Exception as error:  # the model is foreign code: fail its requests, not the engine
                 logger.exception("the engine's step failed")
                 self.scheduler.fail(error)
             self.scheduler.deliver()
 
     def step(self) -> None:
-        """One step on the caller's thread, which holds the lock: for the backend's proof, before the thread starts."""
+        """Run one step on this thread, which must hold the lock. Used to check a backend before the thread starts."""
         self._step()
         self.scheduler.deliver()
 
     def _wait_for_all(self) -> None:
-        """Wait for the requests that `gather` announced, then sort them: their order of arrival is random."""
+        """Wait for the requests that `gather` announced, then sort them, because they arrive in random order."""
         while not self._is_closed and len(self.waiting) < self._gathering:
             arrived = len(self.waiting)
             if not self._wake.wait(GATHER_TIMEOUT_S) and len(self.waiting) == arrived:

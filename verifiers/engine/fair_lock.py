@@ -1,4 +1,4 @@
-"""A first-in-first-out lock: a loop that takes it again and again does not starve other threads."""
+"""A first-in-first-out lock: a loop that acquires it repeatedly does not starve other threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class FairLock:
     """First in, first out, and reentrant.
 
-    Python's own locks usually go to the thread that has just released them.
+    Python's own locks are usually reacquired by the thread that has just released them.
 
     >>> lock = FairLock()
     >>> with lock, lock:
@@ -22,17 +22,17 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self.steady = threading.RLock()  # taken before the lock itself, see `steady`
+        self.steady = threading.RLock()  # acquired before the lock itself, see `steady`
         self._changed = threading.Condition()
-        self._line: deque[object] = deque()  # those who wait
+        self._line: deque[object] = deque()  # tickets of waiting threads
         self._holder: int | None = None
         self._depth = 0
-        self.undone = 0  # writes to the weights it guards that a proof has undone, and of forwards to buffers
-        self.taken = 0  # how often it was acquired, reentries not counted
+        self.undone = 0  # writes that do not change the weights: undone by a proof, or to buffers by a forward
+        self.taken = 0  # how often it was acquired, without reentries
 
     @property
     def is_held(self) -> bool:
-        """Does anybody hold it now?"""
+        """Whether any thread holds the lock."""
         return self._holder is not None
 
     def __enter__(self) -> None:
@@ -62,14 +62,14 @@ class FairLock:
         with self._changed:
             if ticket in self._line:
                 self._line.remove(ticket)
-            else:  # it was taken in this moment
+            else:  # interrupted just after acquiring the lock
                 self._holder = None
             self._changed.notify_all()
 
 
 def steady(lock: Any) -> AbstractContextManager[Any]:
-    """Within this block no proof scales the weights that a lock guards, though the model may be sampled from.
+    """Within this block no proof scales the weights that ``lock`` guards; sampling is still allowed.
 
-    A backward pass needs that: it reads the weights without holding the lock. Take this before the lock.
+    A backward pass needs this, because it reads the weights without holding the lock. Acquire this before the lock.
     """
     return lock.steady if isinstance(lock, FairLock) else nullcontext()

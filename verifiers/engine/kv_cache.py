@@ -33,7 +33,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
-        """Read from a transformers configuration; families use different names."""
+        """Read the sizes from a transformers configuration. Model families use different names."""
         text = text_config(config)
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -45,7 +45,7 @@ class Shape:
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the pages are allocated when they are first written to: most sequences are short."""
+    """Zeros. On the CPU, pages are allocated when first written to: most sequences never fill theirs."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,7 +56,7 @@ class KVCache:
     """Keys and values of every layer: ``[layers, 2, blocks, kv_heads, BLOCK, head_dim]``."""
 
     def __init__(self, shape: Shape, blocks: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.length = length  # positions of a sequence, at most
+        self.length = length  # maximum positions of a sequence
         self.store = _zeros((shape.layers, 2, blocks, shape.kv_heads, BLOCK, shape.head_dim), dtype, device)
         self.layers = [(self.store[i, 0], self.store[i, 1]) for i in range(shape.layers)]
 
@@ -74,9 +74,9 @@ class KVCache:
 
 
 class Segment(NamedTuple):
-    """Tokens ``[start, end)`` of a packed prefill: they follow ``past`` cached positions of one sequence.
+    """Tokens ``[start, end)`` of a packed prefill. They follow ``past`` cached positions of one sequence.
 
-    ``table`` is the index of its block table.
+    ``table`` is the index of the sequence's block table.
     """
 
     start: int
@@ -98,7 +98,7 @@ def tables_and_positions(segments: Sequence[Segment]) -> tuple[np.ndarray, np.nd
 
 @dataclass(slots=True)
 class Prefill:
-    """Attention of several packed prompts; each attends to itself and to its sequence's past."""
+    """Attention of several packed prompts. Each attends to itself and to its sequence's past."""
 
     cache: KVCache
     tables: np.ndarray  # [sequences, blocks]
@@ -133,12 +133,12 @@ class Prefill:
 
 @dataclass(slots=True)
 class Decode:
-    """Attention of one new token for each of B sequences; ``length_B`` positions of each are filled before it."""
+    """Attention of one new token for each of B sequences, which have ``length_B`` positions before it."""
 
     cache: KVCache
     tables: np.ndarray  # [B, at least span // BLOCK]
     length_B: Tensor
-    span: int  # positions that are read, those past a sequence's end masked: a multiple of BLOCK
+    span: int  # positions to read, a multiple of BLOCK; those past a sequence's end are masked
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     _at: tuple[Tensor, Tensor, Tensor] | None = None  # blocks that are read; block and offset of the new tokens
     _rotary: tuple[Tensor, Tensor, Tensor] | None = None  # cos as given; cos and signed sin for all heads
@@ -152,7 +152,8 @@ class Decode:
         if self._at is None:
             read = to_device(self.tables[:, : self.span // BLOCK].astype(np.int64), q.device)
             last_B1 = self.length_B[:, None] // BLOCK
-            # Past the last block the first one is read: a NaN in another sequence's block times a weight of 0 is NaN.
+            # Past a sequence's last block, read its first block: a NaN in another sequence's block times a weight of 0
+            # would be NaN.
             read = read.where(torch.arange(read.shape[1], device=q.device) <= last_B1, read[:, :1])
             self._at = read.view(-1), read.gather(1, last_B1)[:, 0], self.length_B % BLOCK
         read, block_B, offset_B = self._at
@@ -174,7 +175,7 @@ class Decode:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
         **settings: Any,
     ) -> Tensor:  # fmt: skip
-        """Rotate queries and keys (RoPE) in one operation; the angles are the same in every layer."""
+        """Rotate queries and keys (RoPE) in one operation. The angles are the same in every layer."""
         q, k = (q, k) if norms is None else norms.of(q, k)
         half = q.shape[-1] // 2
         if self._rotary is None or self._rotary[0] is not cos:

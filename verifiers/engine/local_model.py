@@ -1,4 +1,4 @@
-"""A request → a completion from a model in this process, with the exact tokens of prompt and reply."""
+"""A client over a model in this process, whose completions have the exact tokens of prompt and reply."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ DEFAULT_MODEL = "smollm2"
 class LocalModel(OpenAILooks):
     """A model in this process as a client: ``env.evaluate(client=vf.LocalModel("smollm2"))``.
 
-    ``model`` is the embedded one's name, a folder, a GGUF file, a name on the hub, or a live module with its
-    ``tokenizer``, whose parameters are read in place: after an optimizer step the next token is of the new weights.
-    Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length`` tokens; they
-    share a KV cache of ``cache_tokens``. ``stop`` are texts or token ids that end every reply.
+    ``model`` is the name of the embedded model, a folder, a GGUF file, a name on the hub, or a live module with its
+    ``tokenizer``. A live module's parameters are read in place: the next token after an optimizer step uses the new
+    weights. Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length``
+    tokens. They share a KV cache of ``cache_tokens``. ``stop`` lists texts or token ids that end every reply.
     """
 
     needs_no_model = True
@@ -64,7 +64,7 @@ class LocalModel(OpenAILooks):
     ) -> None:
         stops: list[Any] = [stop] if isinstance(stop, (str, int)) else list(stop)
         if wrong := [one for one in stops if one == "" or type(one) not in (str, int)]:
-            raise ValueError(f"stop holds {wrong[0]!r}; it takes texts and token ids")
+            raise ValueError(f"stop must contain non-empty texts and token ids, not {wrong[0]!r}")
         sizes: dict[str, Any] = {
             "rows": rows,
             "length": length,
@@ -75,7 +75,7 @@ class LocalModel(OpenAILooks):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{label} must be at least 1, got {value!r}")
         if not isinstance(model, (str, Path)) and (device is not None or dtype is not None):
-            raise ValueError("device and dtype are those of the model you hand in: leave them out")
+            raise ValueError("device and dtype are taken from the model that you pass in; leave them out")
         self.model = name or name_of(model)
         self._source = model
         self._tokenizer = tokenizer
@@ -87,20 +87,20 @@ class LocalModel(OpenAILooks):
         self._loaded: ReadyModel | None = None
         self._failure: Exception | None = None
         self._is_closed = False
-        self._finalizer: weakref.finalize[Any, Any] | None = None  # stops the engine if it is never closed
-        self._merges = 0  # nested `merge_adapters`
+        self._finalizer: weakref.finalize[Any, Any] | None = None  # stops the engine if `close` is never called
+        self._merges = 0  # depth of nested `merge_adapters`
 
     def __repr__(self) -> str:
         return f"LocalModel({self.model!r})"
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Completion:
-        """The reply to a request; with ``n`` above 1 the others are in ``completion.raw["choices"]``."""
+        """The reply to a request. With ``n`` above 1, the other replies are in ``completion.raw["choices"]``."""
         return await self._complete(request, in_thread=False)
 
     async def complete_in_thread(self, request: Request) -> Completion:
-        """As `complete`, tokenized in a thread however short it is."""
+        """Like `complete`, but even a short prompt is tokenized in a thread."""
         return await self._complete(request, in_thread=True)
 
     async def _complete(self, request: Request, *, in_thread: bool) -> Completion:
@@ -118,36 +118,36 @@ class LocalModel(OpenAILooks):
         return completion_of(prompt, choices, ready.codec)
 
     async def stream(self, request: Request) -> ReplyStream:
-        """A reply piece by piece: ``async for piece in await model.stream(request)``."""
+        """Stream a reply piece by piece: ``async for piece in await model.stream(request)``."""
         ready = await self.ready()
         prompt = await self._prompts.prepare(ready, request)
         return ReplyStream(ready, prompt, lambda generated: self._choice(ready, prompt, generated))
 
     def _choice(self, loaded: ReadyModel, prompt: Prompt, generated: Generated) -> Choice:
         choice = read_choice(prompt, generated, loaded.codec)
-        if prompt.text is not None and (choice.body or prompt.message_type == "chat"):  # else it is no turn
+        if prompt.text is not None and (choice.body or prompt.message_type == "chat"):  # else it is not a turn
             loaded.writer.remember(prompt.text, choice.sampled_text, prompt.ids + generated.ids[: choice.body])
         return choice
 
     async def prompt_ids(self, request: Request) -> list[int]:
-        """The tokens of a request's prompt, whether they leave room for a reply or not."""
+        """The tokens of a request's prompt, even if they leave no room for a reply."""
         return await asyncio.to_thread(self._prompts.ids, await self.ready(), request)
 
     # --- loading and closing --------------------------------------------------------------------------------------
 
     async def ready(self) -> ReadyModel:
-        """The loaded model; the first call loads it, in a thread."""
+        """The loaded model. The first call loads it, in a thread."""
         if self._loaded is not None:
             return self._loaded
         if self._failure is None:
             try:
                 return await asyncio.to_thread(self.load)
             except (ValueError, OSError, ImportError) as error:
-                self._failure = error  # later requests fail with it at once
+                self._failure = error  # later requests fail with it immediately
         raise InfraError(f"the model {self.model} could not be loaded: {self._failure}") from self._failure
 
     def load(self) -> ReadyModel:
-        """Load the model now; ValueError or OSError if it is not found, or does not fit into memory."""
+        """Load the model now. Raises ValueError or OSError if it is not found or does not fit into memory."""
         with self._lock:
             if self._is_closed:
                 raise InfraError(f"{self!r} is closed")
@@ -159,7 +159,7 @@ class LocalModel(OpenAILooks):
             return self._loaded
 
     def _load(self) -> ReadyModel:
-        """Load the model by its name, or take the module or the engine that was handed in."""
+        """Load the model by its name, or use the module or engine that was passed in."""
         from verifiers.engine.engine import Engine
         from verifiers.engine.files import models
 
@@ -182,11 +182,11 @@ class LocalModel(OpenAILooks):
 
         parameter = next(model.parameters())
         planned = self._plan(model.config, parameter.dtype, parameter.device, weights_loaded=True)
-        with current(parameter.device):  # of the thread that loads it
+        with current(parameter.device):  # for this thread
             return Engine(model, **{**self._sizes, **asdict(planned)}, stop_ids=sorted(stop_ids))
 
     def _plan(self, config: Any, dtype: Any, device: Any, *, weights_loaded: bool = False) -> Plan:
-        """The sizes of the engine; ``WillNotFitError`` if the memory is too small for those asked for."""
+        """The sizes of the engine. Raises ``WillNotFitError`` if the requested sizes do not fit into memory."""
         from verifiers.engine.plan import plan
 
         asked = {name: self._sizes.get(name) for name in ("rows", "length", "cache_tokens")}
@@ -194,18 +194,18 @@ class LocalModel(OpenAILooks):
 
     @property
     def engine(self) -> Engine:
-        """The engine, loaded if need be."""
+        """The engine; loads the model if needed."""
         return self.load().engine
 
     @property
     def backend(self) -> Backend:
-        """How the model is run: the fastest backend that was proven for it, and why not a faster one."""
+        """How the model is run: the fastest backend that reproduces its logprobs, and why a faster one was rejected."""
         return self.engine.backend
 
     def close(self) -> None:
-        """Fail the requests in flight and free the memory: the KV cache, graphs, and weights that were loaded here.
+        """Fail the requests in flight and free the KV cache, the graphs, and weights that were loaded here.
 
-        An engine that was handed in is left running, and a module that was handed in is kept.
+        An engine that was passed in keeps running, and a module that was passed in is kept.
         """
         with self._lock:
             self._is_closed = True
@@ -217,10 +217,10 @@ class LocalModel(OpenAILooks):
             return
         loaded.engine.close()
         if self._finalizer is not None:
-            self._finalizer.detach()  # it refers to the engine, and so to the weights
+            self._finalizer.detach()  # it keeps the engine alive, and so the weights
         device = loaded.engine.device
         del loaded
-        from verifiers.kernels.devices import free_unused  # torch, which this module does without
+        from verifiers.kernels.devices import free_unused  # needs torch, which this module does not import
 
         free_unused(device)
 
@@ -233,9 +233,9 @@ class LocalModel(OpenAILooks):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def update_weights(self, path: str | Path) -> int:
-        """Load a folder of safetensors into the live module, in place; returns the number of tensors.
+        """Load a folder of safetensors into the live module, in place. Returns the number of tensors.
 
-        A folder that does not fit the model raises ValueError and changes nothing.
+        If the folder does not match the model, raises ValueError and changes nothing.
         """
         from verifiers.engine.files.weights import load_into
 
@@ -252,14 +252,14 @@ class LocalModel(OpenAILooks):
 
     @contextmanager
     def merge_adapters(self) -> Iterator[None]:
-        """Merge LoRA adapters (peft) into the weights within this block: sampling is as fast as without them."""
+        """Merge LoRA adapters (peft) into the weights within this block, to sample as fast as without adapters."""
         from verifiers.kernels.modules import is_quantised
 
         engine = self.engine
         if not callable(getattr(engine.model, "merge_adapter", None)):
-            raise TypeError(f"a {type(engine.model).__name__} has no adapters to merge; hand in a peft model")
+            raise TypeError(f"a {type(engine.model).__name__} has no adapters to merge; pass a peft model")
         if is_quantised(engine.model):
-            raise TypeError("adapters on quantised weights are not merged: their sum would be rounded to few bits")
+            raise TypeError("adapters on quantised weights are not merged: the sum would be rounded to few bits")
         self._merge(engine, +1)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The model's logits → the next tokens of running sequences; logprobs of alternatives and of prompts."""
+"""Sample the next tokens of running sequences from the logits; compute logprobs of alternatives and of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verifiers.engine.batch_table import BatchTable
     from verifiers.engine.cuda_runner import CudaDecoder
 
-CHUNK = 128  # prompt tokens whose logprobs are computed in one step: their logits [CHUNK, vocabulary] take memory
+CHUNK = 128  # prompt tokens whose logprobs are computed in one step; bounds the memory of [CHUNK, vocabulary] logits
 
 
 def draw(
@@ -29,7 +29,7 @@ def draw(
     table: BatchTable,
     cuda: CudaDecoder | None = None,
 ) -> Drawn:
-    """Sample a token for each sequence, by its own arguments and seed."""
+    """Sample a token for each sequence, with its own sampling arguments and seed."""
     raw_NV = logits_NV
     needs_logits = bool(table.needs_logits[rows_N].any())
     if needs_logits:
@@ -51,8 +51,8 @@ def draw(
 
 
 class Penalties:
-    """Presence and frequency penalties count the reply's tokens, as OpenAI's do; the repetition penalty those of the
-    prompt too, as Hugging Face's does."""
+    """Presence and frequency penalties count the reply's tokens, as in OpenAI's API. The repetition penalty also
+    counts the prompt's tokens, as in transformers."""
 
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int, device: torch.device) -> None:
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
@@ -63,7 +63,7 @@ class Penalties:
         self._counted = 0
 
     def apply_(self, logits_V: Tensor, ids: Sequence[int]) -> None:
-        """Change the logits after the reply ``ids`` in place."""
+        """Apply the penalties after the reply ``ids`` to the logits, in place."""
         if len(ids) > self._counted:
             new = torch.tensor(list(ids[self._counted :]), device=logits_V.device)
             self._count_V.index_add_(0, new, torch.ones(len(new), device=logits_V.device))
@@ -78,7 +78,7 @@ class Penalties:
 
 
 class LogitsProcessor:
-    """Changes of one request, in this order: penalties, logit bias, no stop token before ``min_tokens``, grammar."""
+    """One request's logit changes, in this order: penalties, logit bias, ``min_tokens`` (no stop token), grammar."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class LogitsProcessor:
         self._matcher = None if sampling.constraint is None else sampling.constraint.start()
 
     def apply_(self, logits_V: Tensor, ids: Sequence[int]) -> None:
-        """Change the logits after the reply ``ids`` in place; ConstraintError if its grammar cannot go on."""
+        """Change the logits after the reply ``ids`` in place; ConstraintError if the grammar cannot continue."""
         if self._penalties is not None:
             self._penalties.apply_(logits_V, ids)
         if self._bias_N is not None:
             tokens_N, values_N = self._bias_N
             logits_V.index_add_(0, tokens_N, values_N)
         allowed_V = None if self._matcher is None else self._matcher.allowed(ids, len(logits_V))
-        # A grammar that allows nothing but the end goes before min_tokens.
+        # A grammar that allows only stop tokens takes precedence over min_tokens.
         if len(ids) < self._min_tokens and (allowed_V is None or allowed_V.sum() > allowed_V[self._stop_ids].sum()):
             logits_V[self._stop_ids] = -torch.inf
         if allowed_V is not None:
@@ -124,13 +124,13 @@ def processed(logits_NV: Tensor, sequences: Sequence[ActiveSequence], ids_N: Seq
             continue
         try:
             sequence.processor.apply_(row_V, ids)
-        except ConstraintError as error:  # the sequence finishes with it after this step's token
+        except ConstraintError as error:  # the sequence fails with it after this step's token
             sequence.failure = error
     return logits_NV
 
 
 def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], columns: SamplingColumns) -> None:
-    """Keep the most likely tokens of a step for the sequences with ``top_logprobs``, under their own distribution."""
+    """Record the most likely tokens of a step for sequences with ``top_logprobs``, under the sampling distribution."""
     wanted = [i for i, sequence in enumerate(sequences) if sequence.sampling.top_logprobs]
     if not wanted:
         return
@@ -157,7 +157,7 @@ def most_likely(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
 
 
 def score_prompt(sequence: ActiveSequence, start: int, logits_TV: Tensor) -> None:
-    """Append the raw logprobs of the prompt's tokens after ``start``, and their most likely alternatives."""
+    """Append the raw logprobs of the prompt tokens after ``start``, with their most likely alternatives."""
     count, scores = sequence.sampling.prompt_logprobs or 0, sequence.future.prompt_logprobs
     if start == 0:
         scores[:] = [None]

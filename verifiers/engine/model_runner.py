@@ -1,6 +1,6 @@
-"""Tokens → logits, by a module that may be trained at the same time: changes of its weights are detected.
+"""Run a module that may be trained at the same time: tokens in, logits out, with detection of weight changes.
 
-The engine reads the parameters of the module in place: nothing has to be transferred after an update.
+The engine reads the module's parameters in place, so nothing has to be transferred after an update.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from verifiers.kernels.decoder import CommonDecoder
 from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards, without_dropout
 from verifiers.kernels.prove import PAST, agree, place_bounds, prompts, text_config
 
-LAY_OUT_AFTER = 8  # steps on the same weights: copying them to C's layout takes about as long as it saves in these
-# Keys that a prompt's token attends to, on average: beyond this, PyTorch's attention, over many queries at once, is
-# faster than C's, which takes them one by one.
+LAY_OUT_AFTER = 8  # steps on the same weights; copying them to C's layout costs about what it saves in 8 steps
+# Average number of keys that a prompt token attends to. Above it, PyTorch's attention, which batches queries, is faster
+# than the C attention, which takes them one by one.
 MOST_SEEN_IN_C = 128
-BURST_S = 0.02  # of one call of C that samples several tokens: a new request waits for its end
+BURST_S = 0.02  # target duration of one C call that samples several tokens; a new request waits until it returns
 
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # engines of one model share a lock
 
 
 class ModelRunner:
-    """One module, the version of its weights, and its forward: in C, by fused PyTorch operations, or its own."""
+    """One module, the version of its weights, and its forward: in C, in fused PyTorch operations, or its own."""
 
     def __init__(self, module: Any) -> None:
         register()
@@ -50,40 +50,38 @@ class ModelRunner:
         self._configs = [config] if self.text_config is config else [config, self.text_config]
         parameter = next(module.parameters())
         if parameter.is_meta or any(one.is_inference() for one in module.parameters()):
-            where = (
-                "on the meta device" if parameter.is_meta else "tensors of inference mode, whose changes go unnoticed"
-            )
-            raise ValueError(f"the weights of this {type(module).__name__} are {where}: load it outside of that")
+            where = "on the meta device" if parameter.is_meta else "inference-mode tensors, whose changes go undetected"
+            raise ValueError(f"the weights of this {type(module).__name__} are {where}: load it outside that context")
         self._kind_then = self._kind
         self.dtype: torch.dtype = parameter.dtype
         self.device: torch.device = parameter.device
         self.vocabulary = int(self.text_config.vocab_size)
-        # Held while the model runs: other code that runs it, or updates its weights, takes it too.
+        # Held while the model runs. Other code that runs the model or updates its weights must hold it too.
         self.lock = _locks.setdefault(id(config), FairLock())
-        self.changes = 0  # of the weights, that were detected
+        self.changes = 0  # detected changes of the weights
         self.weight_version = "0"  # the name of the weights (`name_weights`), or the number of changes
         self._is_named = False
-        self.varying: set[tuple[int, str]] = set()  # settings of modules that running them changes, by the proof
+        self.varying: set[tuple[int, str]] = set()  # module settings that a forward changes, found during the proof
         with self.lock:
             self._take_snapshot()
             self.not_in_c = unsupported(self.decoder) if self.device.type == "cpu" else "it is not on the CPU"
         self.cpu = CpuModel(self.decoder) if self.not_in_c is None else None
         self._buffers: list[Tensor] = self._snapshot.buffers  # at the last check
-        self._hooks: list[int] = []  # ids of the forward hooks, which are unique
-        self.attending: tuple[int, set[int]] | None = None  # arguments and result of `attending_layers` at the proof
+        self._hooks: list[int] = []  # unique ids of the forward hooks
+        self.attending: tuple[int, set[int]] | None = None  # argument and result of `attending_layers` at the proof
         self._last_state: tuple[int, Any] = (0, None)  # of the weights: writes to them; addresses, adapters and hooks
         self._lock_count = -2  # `lock.taken` at the last check; -2: check again
         self._steps = 0  # on the same weights
-        self._step_s = BURST_S  # of the last step in C; so the first burst is one step
+        self._step_s = BURST_S  # duration of the last step in C; starts so that the first burst is one step
         self.uses_c = self.cpu is not None
-        self.uses_modules = False  # the module's own forward
+        self.uses_modules = False  # whether the module's own forward is used
 
     @property
     def _usable_cpu(self) -> CpuModel | None:
         return self.cpu if self.uses_c and self.cpu is not None and self.cpu.is_usable else None
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int = 0) -> Tensor:
-        """The logits after the tokens at ``keep`` (0: after all)."""
+        """The logits after the tokens at ``keep`` (0: after all tokens)."""
         if self.uses_modules:
             with attending(self._configs, attend):
                 return self._run_module(ids, positions, keep)
@@ -91,12 +89,12 @@ class ModelRunner:
         return self._run(ids, positions, attend, keep) if logits is None else logits
 
     def burst(self, steps: int, vocabulary: int) -> int:
-        """How many tokens `decode` is to sample in one call, at most ``steps``; 0: it cannot be done in C."""
+        """How many tokens, at most ``steps``, `decode` should sample in one call; 0 if C cannot run the model."""
         cpu = self._usable_cpu
         return 0 if cpu is None or vocabulary < cpu.vocabulary else max(1, min(steps, int(BURST_S / self._step_s)))
 
     def decode(self, *given: Any) -> Drawn:
-        """Several tokens for each sequence of a batch, in C: see `CpuModel.decode`."""
+        """Sample several tokens for each sequence of a batch, in C. See `CpuModel.decode`."""
         assert self.cpu is not None
         began = time.perf_counter()
         drawn = self.cpu.decode(*given)
@@ -118,7 +116,7 @@ class ModelRunner:
         return cpu.run(ids[0], attend.table_T, position_T, keep.numpy(), attend.cache.paged(attend.tables))[None]
 
     def _run(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | int) -> Tensor:
-        """The module's forward, its norms and recognised layers replaced by fused PyTorch operations."""
+        """The module's forward, with its norms and recognised layers replaced by fused PyTorch operations."""
         decoder, is_unhooked = self.decoder, self.decoder.is_unhooked
         forwards: list[tuple[Any, Callable[..., Any]]] = [
             pair for pair in self._norms if "forward" not in vars(pair[0])
@@ -135,10 +133,10 @@ class ModelRunner:
         return logits
 
     def attending_layers(self, row: int) -> set[int]:
-        """The layers whose attention the engine can compute; others keep state in ways of their own.
+        """The layers whose attention the engine can compute. Other layers keep their state in custom ways.
 
-        A layer that uses the index of a token in the row (of at most ``row`` tokens) in place of its position cannot
-        run packed sequences: the same token at the same position must have the same queries and keys everywhere.
+        A layer that uses a token's index in the row (of at most ``row`` tokens) instead of its position cannot run
+        packed sequences. The same token at the same position must have the same queries and keys at any index.
         """
         found: set[int] = set()
 
@@ -155,7 +153,7 @@ class ModelRunner:
         return found
 
     def count_step(self) -> None:
-        """After `LAY_OUT_AFTER` steps on the same weights, copy them to C's layout, if two copies fit into memory."""
+        """After `LAY_OUT_AFTER` steps on the same weights, copy them to C's layout if two copies fit into memory."""
         self._steps += 1
         if self.uses_modules or not self.uses_c or self._steps != LAY_OUT_AFTER:
             return
@@ -168,31 +166,31 @@ class ModelRunner:
 
     @property
     def _kind(self) -> tuple[Any, ...]:
-        """What the KV cache and the kernels are for; masks are made by the window of the configuration."""
+        """The properties that the KV cache and the kernels depend on. The window is the one used for masks."""
         parameter, text = next(self.module.parameters()), self.text_config
         return parameter.dtype, parameter.device, int(text.vocab_size), getattr(text, "sliding_window", None)
 
     def check_compatible(self) -> None:
-        """Is the model of the dtype, device, vocabulary and window that it had?"""
+        """Raise InfraError if the model's dtype, device, vocabulary or sliding window has changed."""
         if (now := self._kind) != self._kind_then:
             kinds = ("{} on {} with {} tokens and sliding_window={}".format(*one) for one in (now, self._kind_then))
             said = ", not ".join(kinds)
-            raise InfraError(f"the model is {said}, since its engine was made: make a new one (LocalModel, Engine)")
+            raise InfraError(f"the model is {said}, as when its engine was created: create a new LocalModel or Engine")
 
     def detect_changes(self, *, is_idle: bool, has_prompts: bool) -> tuple[bool, bool]:
-        """Have the weights changed since the last call, and have they moved (or adapters been switched, or hooks)?
+        """Whether the weights have changed since the last call, and whether they moved (or adapters or hooks changed).
 
         An optimizer step increments the versions of the tensors it changes. Writing through ``.data`` does not: call
-        `forget` after that. Code that changes weights while sequences run takes the lock: if nobody has, the weights
-        are checked only where there are prompts, which might otherwise reuse a prefix of the old weights.
+        `forget` after that. Code that changes weights while sequences run must take the lock. If no other code took it,
+        weights are checked only when there are prompts, which could otherwise reuse a prefix of the old weights.
         """
-        # Code that moves parameters holds the lock; `taken` is incremented when this thread takes it, too.
+        # Code that moves parameters holds the lock. `taken` also counts this thread.
         is_alone, self._lock_count = not is_idle and self.lock.taken - self._lock_count <= 1, self.lock.taken
-        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added, a scale set
+        if not is_alone and not self._snapshot.is_same:  # parameters were replaced, adapters added, or a scale set
             is_other = any("window" in name for _, name in self._snapshot.changed_settings)
             if is_other or (self.attending and self.attending[1] != self.attending_layers(self.attending[0])):
                 raise InfraError(
-                    "layers of the model were replaced, or their windows, since its engine was made: make a new one"
+                    "layers of the model were replaced, or their attention windows: create a new LocalModel or Engine"
                 )
             self._take_snapshot()
             self._last_state = (-1, None)
@@ -203,7 +201,7 @@ class ModelRunner:
         where = self._last_state[1]
         if not is_alone:
             pointers = [parameter.data_ptr() for parameter in self._snapshot.parameters]
-            buffers = self._snapshot.buffers  # those before live on until here: no id of theirs is another's
+            buffers = self._snapshot.buffers  # the previous buffers are still alive here, so ids are not reused
             held = [(id(one), one.data_ptr()) for one in buffers]
             where = pointers, held, _adapter_state(self._adapters), self._hooks
             self._buffers = buffers
@@ -231,7 +229,7 @@ class ModelRunner:
 
     @property
     def writes(self) -> int:
-        """How often parameters and buffers were written to, less the writes that are no change of the weights."""
+        """How often parameters and buffers were written to, without writes that do not change the weights."""
         versions: int = sum([parameter._version for parameter in self._snapshot.parameters])
         return versions + self.buffer_writes - int(self.lock.undone)
 
@@ -241,21 +239,21 @@ class ModelRunner:
         return versions
 
     def name_weights(self, version: int | str) -> None:
-        """Name the weights from the next token on; the caller holds the lock."""
+        """Name the weights, from the next token on. The caller must hold the lock."""
         self.weight_version, self._is_named = str(version), True
 
     def name_next(self) -> None:
-        """After weights without a name were loaded: the next number, if the name before was a number."""
+        """Name weights that were loaded without a name: the next number, if the previous name was a number."""
         if self._is_named and self.weight_version.isdecimal():
             self.weight_version = str(int(self.weight_version) + 1)
 
     def forget(self) -> None:
-        """Take the weights for changed at the next check, and drop copies of them."""
+        """Treat the weights as changed at the next check, and drop copies of them."""
         self._last_state, self._lock_count = (-1, self._last_state[1]), -2
         self._drop_copies()
 
     def reset(self) -> None:
-        """Forget everything that was run so far."""
+        """Reset change detection and the count of changes."""
         self._snapshot = ModuleSnapshot(self.module, self.varying)
         self.forget()
         self._last_state, self.changes = (0, None), 0
@@ -267,7 +265,7 @@ class ModelRunner:
             self.cpu.drop()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Switch dropout off, if the module is in training mode."""
+        """Switch dropout off if the module is in training mode."""
         return without_dropout(self.module) if self.module.training else nullcontext()
 
 
@@ -281,7 +279,7 @@ def _rms_norm(device: torch.device) -> Callable[[Any, float, Tensor], Tensor]:
 
 @cache
 def _note_optimizer_steps() -> None:
-    """Fused optimizers write to parameters without incrementing their versions: a hook does."""
+    """Install a hook that increments parameter versions after optimizer steps; fused optimizers do not do so."""
 
     def increment(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         increment_version(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -290,6 +288,6 @@ def _note_optimizer_steps() -> None:
 
 
 def _adapter_state(layers: Sequence[Any]) -> Any:
-    """The active and merged adapters (peft) of every layer and their scaling: each layer may be set on its own."""
+    """The active and merged adapters (peft) of every layer, and their scaling. Layers may differ."""
     scales = [tuple(one.scaling.values()) for one in layers if isinstance(getattr(one, "scaling", None), dict)]
     return [(one.disable_adapters, tuple(one.active_adapters), tuple(one.merged_adapters)) for one in layers], scales

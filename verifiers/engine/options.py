@@ -1,4 +1,4 @@
-"""Sampling arguments of OpenAI's and vLLM's clients → the engine's `Sampling`, or an error that names the argument."""
+"""Read the sampling arguments of OpenAI's and vLLM's clients into the engine's `Sampling`; refuse wrong ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from verifiers.errors import RequestRefusedError
 DEFAULT_MAX_TOKENS = 1024
 MOST_CHOICES = 1024
 MOST_STOPS = 64
-MOST_ALTERNATIVES = 20  # to a token: OpenAI's limit
+MOST_ALTERNATIVES = 20  # per token: OpenAI's limit
 INT64 = 1 << 63
 
-# Arguments without effect here, whatever their value: docs/server.md lists them.
+# Arguments that are accepted with any value and have no effect. docs/server.md lists them.
 WITHOUT_EFFECT = frozenset((
     "extra_headers", "extra_query", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
     "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
 ))  # fmt: skip
-# Arguments that are accepted with these values only, which have no effect.
+# Arguments that are accepted only with these values, which have no effect.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "include_stop_str_in_output": (False,),
@@ -40,9 +40,9 @@ _RECORDED = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """One request's arguments, read and checked. ``max_tokens`` is None where the caller did not say."""
+    """One request's arguments, parsed and checked. ``max_tokens`` is None if the caller did not set it."""
 
-    distribution: Mapping[str, Any]  # what was given of `_RECORDED`, `_PENALTIES` and logit_bias, for `Sampling`
+    distribution: Mapping[str, Any]  # the given ones of `_RECORDED`, `_PENALTIES` and logit_bias, for `Sampling`
     max_tokens: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -64,20 +64,20 @@ class Options:
 
     @property
     def is_of_plain_values(self) -> bool:
-        """May it be cached: does it hold no mutable object of the caller (tools, template variables, a schema)?"""
+        """Whether it can be cached: it holds no mutable object of the caller (tools, template variables, a schema)."""
         return self.tools is None and not self.template and self.response_format.is_text
 
     @property
     def scores_prompt(self) -> bool:
-        """Are the logprobs of the prompt's own tokens asked for?"""
+        """Whether logprobs of the prompt's own tokens are requested."""
         return self.prompt_logprobs is not None or (self.echo and self.logprobs)
 
     def sampling(
         self, room: int, further_stop_ids: frozenset[int] = frozenset(), constraint: Constraint | None = None
     ) -> Sampling:
-        """The engine's arguments, for a prompt that leaves ``room`` tokens of the context."""
+        """The engine's arguments for a prompt that leaves ``room`` tokens of the context."""
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        most = max(1, min(wanted, room))  # with max_tokens=0 one token is sampled, and dropped
+        most = max(1, min(wanted, room))  # with max_tokens=0 one token is sampled and dropped
         of_prompt = max(self.prompt_logprobs or 0, self.top_logprobs if self.echo else 0)
         return Sampling(
             **self.distribution,
@@ -105,7 +105,7 @@ class Options:
 
 
 def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> Options:
-    """Read sampling arguments; a wrong value or an unknown name is an error that names the argument.
+    """Parse sampling arguments. A wrong value or an unknown name raises an error that names the argument.
 
     >>> read_options({"temperature": 0.7, "max_completion_tokens": 8, "extra_body": {"top_k": 5}}).distribution
     {'temperature': 0.7, 'top_k': 5}
@@ -135,7 +135,7 @@ def read_options(given: Mapping[str, Any], *, vocabulary: int | None = None) -> 
             raise RequestRefusedError(f"the local engine does not know the sampling argument {name!r}")
     _settle_logprobs(read)
     if unknown := [token for token in read.get("logit_bias", ()) if vocabulary is not None and token >= vocabulary]:
-        raise RequestRefusedError(f"logit_bias names token {unknown[0]}, and the model has {vocabulary}")
+        raise RequestRefusedError(f"logit_bias has token {unknown[0]}, but the model's vocabulary has {vocabulary}")
     distribution = {name: read.pop(name) for name in (*_RECORDED, *_PENALTIES, "logit_bias") if name in read}
     options = Options(**read, distribution=distribution, template=template)
     _check_together(options)
@@ -155,7 +155,7 @@ def _items(given: Mapping[str, Any], further: Mapping[str, Any]) -> Iterator[tup
 
 
 def _settle_logprobs(read: dict[str, Any]) -> None:
-    """Plain completions have ``logprobs: 5`` where chat completions have ``logprobs: true, top_logprobs: 5``."""
+    """Convert ``logprobs: 5`` of plain completions to ``logprobs: true, top_logprobs: 5`` of chat completions."""
     wanted = read.get("logprobs")
     if wanted is not None and not isinstance(wanted, bool):
         if read.get("top_logprobs", wanted) != wanted:
@@ -168,20 +168,20 @@ def _settle_logprobs(read: dict[str, Any]) -> None:
 def _check_together(options: Options) -> None:
     """Refuse arguments that contradict each other."""
     if options.top_logprobs and not options.logprobs:
-        raise RequestRefusedError("top_logprobs are alternatives to the tokens that logprobs shows: say logprobs=true")
+        raise RequestRefusedError("top_logprobs are returned only together with logprobs: set logprobs=true")
     if options.max_tokens == 0 and not (options.echo or options.scores_prompt):
         raise RequestRefusedError("max_tokens is 0, which only makes sense with echo or prompt_logprobs")
     if options.max_tokens is not None and options.min_tokens > max(options.max_tokens, 1):
-        raise RequestRefusedError(f"min_tokens is {options.min_tokens}, and max_tokens {options.max_tokens}")
+        raise RequestRefusedError(f"min_tokens is {options.min_tokens}, but max_tokens is only {options.max_tokens}")
     is_constrained = not options.response_format.is_text or options.tool_choice.is_forced
     if options.ignore_eos and is_constrained:
-        raise RequestRefusedError("ignore_eos goes on after the end that response_format and tool_choice want")
+        raise RequestRefusedError("ignore_eos cannot be combined with response_format or a forced tool_choice")
 
 
 def _check_neutral(name: str, value: Any) -> None:
     if value not in _ONLY[name]:
         allowed = " or ".join(repr(one) for one in _ONLY[name])
-        raise RequestRefusedError(f"the local engine does not support {name}={value!r}; leave it out, or say {allowed}")
+        raise RequestRefusedError(f"the local engine does not support {name}={value!r}; omit it or use {allowed}")
 
 
 # --- one value ----------------------------------------------------------------------------------------------------
@@ -193,13 +193,13 @@ def _refuse(name: str, wanted: str, value: Any) -> RequestRefusedError:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise _refuse(name, f"a finite number, of at most {LARGEST:g}", value)
+        raise _refuse(name, f"a finite number of magnitude at most {LARGEST:g}", value)
     return float(value)
 
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < INT64 or int(value) != value:
-        raise _refuse(name, "a whole number of 64 bits", value)
+        raise _refuse(name, "a whole number that fits into 64 bits", value)
     return int(value)
 
 
@@ -229,13 +229,13 @@ _count, _choices, _alternatives = _between(0, INT64), _between(1, MOST_CHOICES),
 
 def _top_k(name: str, value: Any) -> int:
     number = _integer(name, value)
-    return 0 if number == -1 or number >= NO_TOP_K else number  # more than any vocabulary has: no limit
+    return 0 if number == -1 or number >= NO_TOP_K else number  # larger than any vocabulary: no limit
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _refuse(name, "a text, or a list of texts that are not empty", value)
+        raise _refuse(name, "a non-empty text or a list of non-empty texts", value)
     if len(stops) > MOST_STOPS:
         raise _refuse(name, f"at most {MOST_STOPS} texts", value)
     return tuple(stops)
@@ -267,7 +267,7 @@ def _tools(name: str, value: Any) -> list[Mapping[str, Any]]:
 def _seconds(name: str, value: Any) -> float:
     number = _number(name, value)
     if number <= 0:
-        raise _refuse(name, "a number of seconds", value)
+        raise _refuse(name, "a positive number of seconds", value)
     return number
 
 
@@ -296,7 +296,7 @@ _FIELDS = {
     "stop_token_ids": "stop_ids",
     "timeout": "timeout_s",
 }
-# Arguments of `apply_chat_template` that are set here.
+# Arguments of `apply_chat_template` that the engine sets itself.
 _RESERVED = frozenset(
     ("tools", "tokenize", "messages", "conversation", "chat_template", "return_dict", "return_tensors")
 )
@@ -304,7 +304,7 @@ _RESERVED = frozenset(
 
 def _template_kwargs(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or any(str(key) in _RESERVED for key in value):
-        raise _refuse(name, f"a dict of variables of the template (none of {', '.join(sorted(_RESERVED))})", value)
+        raise _refuse(name, f"a dict of template variables (without {', '.join(sorted(_RESERVED))})", value)
     return {str(key): item for key, item in value.items()}
 
 

@@ -1,7 +1,7 @@
-"""A model's configuration and the free memory → rows, length and KV cache that fit, before weights are loaded.
+"""Choose rows, length and KV cache size that fit into the free memory, before weights are loaded.
 
-The KV cache takes tokens × bytes per token in all layers. Sequences share it block by block, so it need not have room
-for all rows at full length; it must have room for one.
+The KV cache takes tokens × bytes per token over all layers. Sequences share it block by block, so it needs room for
+only one row at full length, not for all.
 """
 
 from __future__ import annotations
@@ -16,27 +16,24 @@ import torch
 from verifiers.engine.kv_cache import Shape
 from verifiers.kernels.prove import max_positions, rope_bounds, text_config
 
-# Where no size is asked for: rows, length, tokens that each row should have room for, and the share of the memory that
-# may be used which is taken.
+# Defaults if no size is requested: rows, length, the tokens that each row should have room for, and the share of the
+# available memory to use.
 ROWS, ROWS_CUDA = 32, 1024
 LENGTH = 8192
 SHORTEST = 128
 SHARE, SHARE_CUDA = 0.5, 0.9
-LEFT_FREE = 0.1  # of what is free now: for activations, the allocator's overhead, other programs
-LOGIT_COPIES = 4  # float32 tensors [rows, vocabulary] that sampling has alive at once
-HALVED = ', or half of it: dtype="bfloat16" (vf serve --dtype bfloat16)'
+LEFT_FREE = 0.1  # share of the free memory left for activations, the allocator's overhead, and other programs
+LOGIT_COPIES = 4  # float32 tensors [rows, vocabulary] that are alive at once during sampling
+HALVED = ', or half the memory: dtype="bfloat16" (vf serve --dtype bfloat16)'
 
 
 class WillNotFitError(ValueError):
-    """A model, with the rows, length and cache asked for, or a training needs more memory than there is."""
+    """A model with the requested rows, length and cache, or a training, needs more memory than is available."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How many requests run at once (``rows``), of how many tokens each at most (``length``).
-
-    ``cache_tokens`` is the size of the KV cache that they share.
-    """
+    """``rows`` requests run at once, of at most ``length`` tokens each. They share a KV cache of ``cache_tokens``."""
 
     rows: int
     length: int
@@ -45,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """Free memory, and what weights, a token and a row take, in bytes."""
+    """Free memory, and the size of the weights, a token and a row, in bytes."""
 
     free: int
     weights: int
@@ -53,11 +50,11 @@ class _Memory:
     per_row: int
 
     def room(self, share: float = 1.0) -> float:
-        """Bytes for the KV cache and logits, after the weights."""
+        """Bytes left for the KV cache and logits, after the weights."""
         return (self.free * (1 - LEFT_FREE) - self.weights) * share
 
     def tokens_at(self, rows: int, share: float = 1.0) -> int:
-        """How many tokens' keys and values fit beside the logits of that many rows."""
+        """How many tokens' keys and values fit in addition to the logits of ``rows`` rows."""
         return max(0, int((self.room(share) - rows * self.per_row) // self.per_token))
 
 
@@ -72,7 +69,7 @@ def plan(
     weights_loaded: bool,
     free_bytes: int | None = None,
 ) -> Plan:
-    """Sizes that fit: those asked for, or a ``WillNotFitError`` with the numbers; the others are chosen.
+    """Choose the sizes that were not requested. Raises ``WillNotFitError`` if the requested ones do not fit.
 
     With ``weights_loaded`` the weights are not counted again. ``free_bytes`` is measured if not given.
     """
@@ -89,10 +86,10 @@ def plan(
     if memory.room() <= 0:
         need = f"{_gb(memory.weights)} as {str(dtype).removeprefix('torch.')}"
         raise WillNotFitError(
-            f"the weights need {need}, and {_gb(memory.free)} are free on {device}: "
-            f"take a smaller model or another device{HALVED if dtype.itemsize == 4 else ''}"
+            f"the weights need {need}, but {_gb(memory.free)} are free on {device}: "
+            f"use a smaller model or another device{HALVED if dtype.itemsize == 4 else ''}"
         )
-    # Beyond a bound of RoPE (longrope) sequences cannot be batched: such a length is never chosen, only asked for.
+    # Beyond a bound of RoPE (longrope), sequences cannot be batched. Such a length is used only if requested.
     aim = min([LENGTH, *([] if longest is None else [longest]), *rope_bounds(config)])
     most_rows, share = (ROWS_CUDA, SHARE_CUDA) if device.type == "cuda" else (ROWS, SHARE)
     rows = rows or _choose_rows(memory, most_rows, share)
@@ -107,7 +104,7 @@ def plan(
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     try:
         return Shape.of(config).bytes_per_token(dtype) or 1
-    except Exception:  # foreign code: no attention, or a layout of its own; such a model creates its own caches
+    except Exception:  # foreign code: no attention, or a custom layout; such a model creates its own caches
         return 1
 
 
@@ -117,11 +114,11 @@ def _check(longest: int | None, **asked: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
     length = asked["length"]
     if length is not None and longest is not None and length > longest:
-        raise ValueError(f"length={length:,} is more than the {longest:,} positions that the model knows")
+        raise ValueError(f"length={length:,} is more than the {longest:,} positions that the model supports")
 
 
 def _choose_rows(memory: _Memory, rows: int, share: float) -> int:
-    """As many as have room for `SHORTEST` tokens each."""
+    """The largest number of rows, by halving, that have room for `SHORTEST` tokens each."""
     while rows > 1 and memory.tokens_at(rows, share) < rows * SHORTEST:
         rows //= 2
     return rows
@@ -132,8 +129,8 @@ def _refusal(memory: _Memory, rows: int, tokens: int, device: torch.device) -> s
     shorter = _power_of_two(memory.tokens_at(rows))
     ways = [f"rows={fewer}"] if fewer else []
     ways += [f"length={shorter}"] if shorter >= SHORTEST else []
-    advice = f"use {' or '.join(ways)}" if ways else "take a smaller model, or both fewer rows and a shorter length"
-    weights = f" beside {_gb(memory.weights)} of weights" if memory.weights else ""
+    advice = f"use {' or '.join(ways)}" if ways else "use a smaller model, or both fewer rows and a shorter length"
+    weights = f", in addition to {_gb(memory.weights)} of weights" if memory.weights else ""
     return (
         f"keys and values of {tokens:,} tokens need {_gb(tokens * memory.per_token)}, and the logits of {rows:,} rows "
         f"{_gb(rows * memory.per_row)}{weights}; {_gb(memory.free)} are free on {device}: {advice}"
@@ -157,23 +154,23 @@ def _gb(n: int) -> str:
 
 
 def on_meta(config: Any, **options: Any) -> Any:
-    """The model of a configuration without its weights: nothing is allocated."""
+    """The model of a configuration on the meta device: no weights are allocated."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options)
-    except Exception as error:  # foreign code, by the numbers of a file
-        raise ValueError(f"its configuration makes no model: {type(error).__name__}: {error}") from error
+    except Exception as error:  # foreign code, with values from a file
+        raise ValueError(f"no model can be built from its configuration: {type(error).__name__}: {error}") from error
 
 
 def weights_bytes(config: Any, dtype: torch.dtype) -> int:
-    """The bytes of the parameters, tied ones once."""
+    """The bytes of the parameters. Tied ones count once."""
     return sum(one.numel() * one.element_size() for one in on_meta(config, dtype=dtype).parameters())
 
 
 def free_memory(device: str | torch.device) -> int:
-    """Bytes that can still be allocated: on the GPU, or on this machine within the limits of its container."""
+    """Bytes that can still be allocated on the GPU, or on this machine within its container's limits."""
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -193,11 +190,11 @@ def _machine_free() -> int:
     for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # macOS does not say; half is a safe guess
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # macOS: half is a safe guess
 
 
 def _container_free() -> int | None:
-    """What the limit of a control group leaves, its file cache counted as free; None without a limit."""
+    """Bytes left under the control group's limit, counting its file cache as free; None without a limit."""
     root = Path("/sys/fs/cgroup")
     try:
         limit, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyModel:
-    """What `LocalModel` has once it is loaded."""
+    """A `LocalModel`'s parts once it is loaded."""
 
     engine: Engine
     writer: ChatWriter
@@ -34,7 +34,7 @@ class ReadyModel:
 
 
 def name_of(model: Any) -> str:
-    """The name of a model: as it was asked for, or as its configuration or class says."""
+    """The name of a model: the requested name, or the name in its configuration, or its class."""
     if isinstance(model, (str, Path)):
         return public_name(str(model))
     inner = getattr(model, "model", model) if hasattr(model, "submit") else model
@@ -43,7 +43,7 @@ def name_of(model: Any) -> str:
 
 
 def stop_ids_of(model: Any, tokenizer: Any, template: ChatTemplate, codec: Codec) -> frozenset[int]:
-    """The tokens that end a reply, by the tokenizer, the generation config, and the chat template."""
+    """The tokens that end a reply according to the tokenizer, the generation config and the chat template."""
     generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = [getattr(tokenizer, "eos_token_id", None), template.end_of_turn(codec)]
     found += generation if isinstance(generation, (list, tuple)) else [generation]

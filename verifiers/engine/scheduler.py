@@ -1,8 +1,8 @@
-"""Sequences → blocks of the KV cache and rows of the batch: waiting, prefilling, running, preempted, finished.
+"""Schedule sequences onto KV cache blocks and batch rows: waiting, prefilling, running, preempted, finished.
 
-An admitted sequence gets blocks for its prompt, less those that the prefix cache has. When its prompt has been run, in
-chunks between the decode steps of others, it gets a row of the decode batch. When blocks run out, the sequence admitted
-last is preempted: it releases its blocks and waits; the tokens it sampled are run again with its prompt.
+An admitted sequence gets blocks for the part of its prompt that is not in the prefix cache. Its prompt runs in chunks
+between the decode steps of other sequences; then it gets a row of the decode batch. When blocks run out, the sequence
+admitted last is preempted: it releases its blocks and waits, and its sampled tokens later run again with its prompt.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ONE_PROMPT = 4  # while others decode, one prompt gets at most a quarter of a st
 
 
 class Scheduler:
-    """The queues of an engine, its blocks and its batch. ``wake`` guards ``waiting``, which any thread may add to."""
+    """The queues of an engine, its blocks and its batch. ``wake`` guards ``waiting``; any thread may append to it."""
 
     cache: KVCache | SequentialCache
     blocks: BlockManager
-    cuda: CudaDecoder | None = None  # has a copy of the batch table on the device
+    cuda: CudaDecoder | None = None  # holds the device's copy of the batch table
 
     def __init__(
         self, runner: ModelRunner, *, rows: int, length: int, prefill_tokens: int, stop_ids: frozenset[int]
@@ -66,18 +66,18 @@ class Scheduler:
         return self.rows - len(self.running) - sum(len(group.members) for group in self.prefilling)
 
     def sort_waiting(self) -> None:
-        """Sort the waiting sequences by prompt and seed: that order does not depend on when they came."""
+        """Sort the waiting sequences by prompt and seed, which does not depend on their order of arrival."""
         self.waiting = deque(sorted(self.waiting, key=lambda one: (one.prompt_ids, one.seed)))
 
     def note_cancel(self) -> None:
-        """A request was cancelled, on any thread."""
+        """Note that a request was cancelled. Safe to call from any thread."""
         self.has_cancelled = True
 
     # --- prefill --------------------------------------------------------------------------------------------------
 
     def admit(self) -> list[Chunk]:
-        """The prompt tokens to run in this step: of groups that are prefilling, then of waiting sequences that fit."""
-        now = self.blocks.version  # a group whose prefill began with other weights takes no new members
+        """Admit waiting sequences that fit; returns the prompt tokens to run in this step, oldest groups first."""
+        now = self.blocks.version  # a group whose prefill began with other weights accepts no new members
         groups = {sharing_key(group.first): group for group in self.prefilling if group.first.cache_version == now}
         room, budget = self.free_rows, self._prefill_tokens - sum(group.left for group in self.prefilling)
         while self.waiting and room > 0:
@@ -101,7 +101,7 @@ class Scheduler:
         return self._chunks()
 
     def _chunks(self) -> list[Chunk]:
-        """Up to ``prefill_tokens`` prompt tokens, the oldest prompt's first; fewer of each while others decode."""
+        """Up to ``prefill_tokens`` prompt tokens, oldest prompt first; fewer per prompt while others decode."""
         chunks, budget, scored = [], self._prefill_tokens, CHUNK
         most = max(1, budget // ONE_PROMPT) if self.running else budget
         is_whole = isinstance(self.cache, SequentialCache)
@@ -116,10 +116,10 @@ class Scheduler:
         return chunks
 
     def _claim(self, sequence: ActiveSequence) -> bool:
-        """Mark a request that waited as running; False if it was cancelled."""
+        """Mark a waiting request as running; False if it was cancelled."""
         if not sequence.future.claim():
             return False
-        if sequence.is_cancelled:  # after it was marked as running: its future needs an outcome
+        if sequence.is_cancelled:  # after it was marked as running, so its future needs an outcome
             self._finished.append((sequence, CancelledError()))
             return False
         if sequence.order < 0:
@@ -127,9 +127,9 @@ class Scheduler:
         return True
 
     def _allocate(self, sequence: ActiveSequence) -> bool:
-        """Blocks for all tokens of a sequence and the next one, those of a cached prefix among them; False: not now.
+        """Give a sequence blocks for all its tokens and the next one, reusing a cached prefix. False: too few are free.
 
-        One more block is left for each admitted sequence, or it would soon be preempted.
+        One block per admitted sequence stays in reserve, because otherwise a sequence would soon be preempted.
         """
         blocks, tokens = self.blocks, sequence.tokens
         prefix = Prefix([]) if sequence.needs_prompt_logprobs else blocks.longest_prefix(tokens)
@@ -151,9 +151,9 @@ class Scheduler:
         return True
 
     def finish_chunks(self, chunks: Sequence[Chunk]) -> list[tuple[ActiveSequence, int]]:
-        """After a prefill: rows for the sequences whose prompt is complete, each with the index of its chunk.
+        """After a prefill, give rows to the sequences whose prompt is complete; returns each with its chunk's index.
 
-        Sequences with the same tokens share the full blocks, and get a copy of the last one.
+        Sequences with the same tokens share the full blocks and get a copy of the last one.
         """
         started, done = list[tuple[ActiveSequence, int]](), set[int]()
         for i, (group, _, end) in enumerate(chunks):
@@ -208,7 +208,7 @@ class Scheduler:
         sequence.blocks = []
 
     def keep_prompt(self, sequence: ActiveSequence) -> None:
-        """Put the full blocks of a prompt into the prefix cache, after its first token: its logits were finite."""
+        """Add the full blocks of a prompt to the prefix cache. Called after its first token: its logits were finite."""
         if sequence.row >= 0 and sequence.cache_version == self.blocks.version:
             n = len(sequence.tokens) // BLOCK
             self.blocks.keep(self.table.blocks_of(sequence.row)[:n], sequence.tokens[: n * BLOCK])
@@ -218,9 +218,9 @@ class Scheduler:
     def reserve(self, steps: int, drain: Callable[[], object] | None = None) -> tuple[int, np.ndarray, np.ndarray]:
         """Allocate blocks for the next ``steps`` tokens of every running sequence.
 
-        Returns for how many tokens there are blocks, and the rows and columns of the table that got new ones. With too
-        few free blocks for all steps it is one; with too few for that the sequence admitted last is preempted, after
-        ``drain`` has read the steps in flight.
+        Returns for how many tokens there are blocks, and the rows and columns of the table that got new ones. If there
+        are too few free blocks for all steps, only one step is reserved. If there are too few even for that, ``drain``
+        reads the steps in flight, then the sequence admitted last is preempted.
         """
         missing_N = self.table.missing_blocks(len(self.running), steps)
         while (count := int(missing_N.sum())) > self.blocks.available:
@@ -235,7 +235,7 @@ class Scheduler:
         return steps, *self.table.add_blocks(missing_N, self.blocks.allocate(count))
 
     def trim(self) -> None:
-        """Release blocks that were reserved for tokens which were not sampled."""
+        """Release blocks that were reserved for tokens that were not sampled."""
         for row in self.table.rows_with_spare_blocks(len(self.running)).tolist():
             n = blocks_for(int(self.table.length[row]) + 1)
             self.blocks.release(self.table.blocks_of(row)[n:])
@@ -243,7 +243,7 @@ class Scheduler:
             self.table.n_blocks[row] = n
 
     def _preempt_youngest(self) -> None:
-        """The sequence that was admitted last releases its blocks, and waits until there are enough."""
+        """Preempt the sequence that was admitted last: release its blocks and put it back into the queue."""
         running = max(self.running, key=lambda one: one.order)
         group = max(self.prefilling, key=lambda one: one.first.order, default=None)
         if group is not None and group.first.order > running.order:
@@ -252,7 +252,7 @@ class Scheduler:
             self._requeue(group.members)
             return
         if len(self.running) == 1 and group is None:
-            raise OutOfBlocksError("one sequence alone needs more blocks than there are")
+            raise OutOfBlocksError("a single sequence needs more blocks than the KV cache has")
         running.sampled = self.table.sampled(running.row)
         running.tokens = np.array([*running.prompt_ids, *running.sampled[0]], np.int32)
         self.preempted += 1
@@ -264,11 +264,11 @@ class Scheduler:
             self.waiting.extendleft(reversed(sequences))
 
     def _release(self, sequence: ActiveSequence) -> list[int]:
-        """Release the blocks of a sequence; returns those that are empty now."""
+        """Release the blocks of a sequence; returns the blocks that are now empty."""
         blocks, row = sequence.blocks, sequence.row
         if row >= 0:
             blocks = self.table.blocks_of(row)
-            self.table.n_blocks[row] = 0  # never released twice, also if the step fails after this
+            self.table.n_blocks[row] = 0  # so they are not released twice if the step fails after this
         sequence.blocks, sequence.computed = [], 0
         return self.blocks.release(blocks)
 
@@ -298,7 +298,7 @@ class Scheduler:
             if len(gone) == len(group.members):
                 self.prefilling.remove(group)
                 self._release(group.first)
-            elif group.first in gone:  # the others need its prefill: it is dropped when that is complete
+            elif group.first in gone:  # the others need its prefill, so it is dropped when that is complete
                 self.has_cancelled = True
                 gone.remove(group.first)
             group.copies = [one for one in group.copies if one not in gone]
@@ -311,8 +311,8 @@ class Scheduler:
         self._finished += [(sequence, CancelledError()) for sequence in dropped]
 
     def _remove(self, sequences: Sequence[ActiveSequence], failed: Collection[int] = ()) -> None:
-        """Remove sequences from the batch. Their blocks join the prefix cache, except those of the rows in ``failed``,
-        which may hold NaN."""
+        """Remove sequences from the batch. Their blocks join the prefix cache, except for rows in ``failed``, whose
+        blocks may contain NaN."""
         for sequence in sequences:
             if sequence.row not in failed and sequence.cache_version == self.blocks.version:
                 prompt_T = sequence.tokens[: len(sequence.prompt_ids)]
@@ -320,12 +320,12 @@ class Scheduler:
                 self.blocks.keep(self.table.blocks_of(sequence.row), ids_T[: self.table.length[sequence.row]])
             emptied = self._release(sequence)
             if sequence.row in failed and isinstance(self.cache, KVCache):
-                self.cache.clear(emptied)  # NaN times a weight of 0 is NaN
+                self.cache.clear(emptied)  # a NaN would spread, because NaN times a weight of 0 is NaN
         self._close_gaps(sequences)
 
     def _close_gaps(self, sequences: Sequence[ActiveSequence]) -> None:
-        """Move the last running sequences to the rows of those that leave."""
-        now = np.arange(self.rows + 1)  # old row → new row; -1: none, which the last entry (index -1) stands for
+        """Move the last running sequences to the rows of the removed ones."""
+        now = np.arange(self.rows + 1)  # old row → new row; -1: removed. The last entry maps index -1 to -1
         now[[self.rows, *(sequence.row for sequence in sequences)]] = -1
         last = len(self.running)
         n = last - len(sequences)
@@ -342,7 +342,7 @@ class Scheduler:
             self.cuda.move(now, holes, movers, n, last)
 
     def deliver(self) -> None:
-        """Set the futures of finished requests, after the step: their callbacks may use the model."""
+        """Set the futures of finished requests. Called after the step, because their callbacks may use the model."""
         if not self._finished:
             return
         finished, self._finished = self._finished, []
@@ -354,7 +354,7 @@ class Scheduler:
                     sequence.future.set_exception(outcome)
 
     def fail(self, error: Exception, *, waiting: bool = False) -> None:
-        """Fail the admitted requests; the waiting ones too if asked to, or if none is admitted."""
+        """Fail the admitted requests, and the waiting ones too if ``waiting`` is set or none is admitted."""
         with self.wake:
             admitted = [*self.running, *(one for group in self.prefilling for one in group.members)]
             sequences = list(dict.fromkeys(admitted))
@@ -371,7 +371,7 @@ class Scheduler:
             self.cache.clear(emptied)
         for sequence in sequences:
             sequence.row, future = -1, sequence.future
-            if not future.done() and future.claim():  # a waiting one may be cancelled until it is claimed
+            if not future.done() and future.claim():  # a waiting request may be cancelled until it is claimed
                 future.set_exception(error)
         if self.cuda is not None:
             self.cuda.reset()

@@ -1,4 +1,4 @@
-"""One request: its sampling arguments, its state in the engine, and its result (ids in, ids and logprobs out)."""
+"""One request: its sampling arguments, its state in the engine, and its result (token ids and logprobs)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from verifiers.engine.logits import LogitsProcessor
 
 NO_TOP_K = 1 << 30
-GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits divided by it overflow
-LARGEST = 1e30  # number that float32 arithmetic can multiply without overflow
-# The least of each count, and those that may be None.
+GREEDY_BELOW = 1e-5  # lower temperatures are treated as 0: logits divided by them would overflow
+LARGEST = 1e30  # largest accepted number: float32 arithmetic can still multiply it without overflow
+# The minimum of each count, and the counts that may be None.
 LEAST = {"max_tokens": 1, "top_k": 0, "min_tokens": 0, "top_logprobs": 0, "prompt_logprobs": 0, "seed": -math.inf}
 OPTIONAL = ("prompt_logprobs", "seed")
-RECENT = 64  # prompts whose checked ids, array and digest are cached: the members of a group share one
+RECENT = 64  # prompts whose checked ids, array and digest are cached, because a group shares one prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are sampled, and when to stop."""
+    """How tokens are sampled, and when sampling stops."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -61,21 +61,21 @@ class Sampling:
             value = getattr(self, name)
             is_count = isinstance(value, (int, np.integer)) and value >= least
             if not (is_count or (value is None and name in OPTIONAL)):
-                more = "" if name == "seed" else f", {least} or more"
+                more = "" if name == "seed" else f" of at least {least}"
                 raise ValueError(f"{name} must be a whole number{more}, got {value!r}")
         if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
+            raise ValueError(f"temperature must be finite and 0 or more, got {self.temperature!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p!r}")
         if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+            raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty!r}")
         penalties = (self.presence_penalty, self.frequency_penalty)
         if wrong := [one for one in (*self.logit_bias.values(), *map(abs, penalties)) if not one <= LARGEST]:
             raise ValueError(f"logit_bias and penalties must be numbers of at most {LARGEST:g}, got {wrong[0]!r}")
         if not self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens!r}, and max_tokens {self.max_tokens!r}")
+            raise ValueError(f"min_tokens is {self.min_tokens!r}, but max_tokens is only {self.max_tokens!r}")
 
     @property
     def truncates(self) -> bool:
@@ -91,28 +91,28 @@ class Sampling:
 
     @property
     def needs_token_check(self) -> bool:
-        """Must the host check each token: has it stop ids or a constraint of its own, or does it ignore the model's?"""
+        """Whether the host must check each token: the request has stop ids or a constraint, or ignores the EOS."""
         return bool(self.stop_ids) or self.ignore_eos or self.constraint is not None
 
     @property
     def needs_logits(self) -> bool:
-        """Does the host need the logits of each step, and not only the sampled token?"""
+        """Whether the host needs the logits of each step, not only the sampled token."""
         return self.changes_logits or self.top_logprobs > 0
 
 
 Alternatives = list[tuple[int, float]]
-"""The most likely tokens of one step with their logprobs, the most likely first."""
+"""The most likely tokens of one step and their logprobs, most likely first."""
 
 PromptLogprob = tuple[float, Alternatives] | None
-"""The raw logprob of a prompt's token, and its alternatives; None for the first token."""
+"""The raw logprob of a prompt token, and its alternatives; None for the first token."""
 
 
 class Generated(NamedTuple):
     """One completion, exactly as it was sampled.
 
-    ``logprobs`` are under the distribution each token was sampled from (after temperature, truncation and bias);
-    ``raw_logprobs`` under the model's own. ``top_logprobs`` has the alternatives of each token, under the former, where
-    they were asked for. ``weights`` are the numbers of weight changes seen up to its start and its end;
+    ``logprobs`` are those of the sampling distribution (after temperature, truncation and bias); ``raw_logprobs`` are
+    those of the model's own distribution. ``top_logprobs`` has the alternatives of each token under the sampling
+    distribution, if requested. ``weights`` are the numbers of weight changes seen before its start and before its end.
     ``weight_versions`` are the versions that its tokens were sampled from, in order.
     """
 
@@ -132,7 +132,7 @@ Sampled = tuple[Sequence[int], Sequence[float], Sequence[float]]
 """Tokens, their logprobs, and their raw logprobs."""
 
 OnToken = Callable[[int, float], bool]
-"""Called with each token and its logprob; returns True to end the request there."""
+"""Called with each token and its logprob. Returns True to end the request after this token."""
 
 
 class Answer(Future[Generated]):
@@ -144,10 +144,10 @@ class Answer(Future[Generated]):
     def __init__(self) -> None:
         super().__init__()
         self.prompt_logprobs: list[PromptLogprob] = []
-        self.top_logprobs: list[Alternatives] = []  # of the tokens so far, where they were asked for
+        self.top_logprobs: list[Alternatives] = []  # of the tokens so far, if requested
 
     def claim(self) -> bool:
-        """Mark as running, after which `cancel` no longer ends it at once; False if it was cancelled before."""
+        """Mark as running, so that `cancel` no longer ends it immediately; False if it was already cancelled."""
         return self.running() or self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
@@ -160,7 +160,7 @@ class Answer(Future[Generated]):
 
 
 class _Delivery(threading.local):
-    """Futures of event loops to wake when the current `delivery` of this thread ends, by loop; None outside of one."""
+    """Futures to set when this thread's current `delivery` ends, by event loop; None outside a `delivery`."""
 
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] | None = None
 
@@ -170,7 +170,7 @@ _delivery = _Delivery()
 
 @contextmanager
 def delivery() -> Iterator[None]:
-    """Wake each event loop once for all the answers that are set within this block, when it ends."""
+    """Collect the answers that are set within this block, and wake each event loop once when the block ends."""
     _delivery.by_loop = {}
     try:
         yield
@@ -191,7 +191,7 @@ async def results_of(futures: Iterable[Future[Generated]]) -> list[Generated]:
             await waiting
         try:
             results.append(future.result())
-        except CancelledError:  # of concurrent.futures, which asyncio does not take for a cancellation
+        except CancelledError:  # concurrent.futures' own class, which asyncio does not treat as a cancellation
             raise asyncio.CancelledError from None
     return results
 
@@ -206,7 +206,7 @@ def _on_done(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None], _: 
 def _wake(loop: asyncio.AbstractEventLoop, waiting: Sequence[asyncio.Future[None]]) -> None:
     try:
         loop.call_soon_threadsafe(_set_done, waiting)
-    except RuntimeError:  # the loop is closed: nobody waits any more
+    except RuntimeError:  # the loop is closed, so nothing is waiting
         return
 
 
@@ -228,24 +228,24 @@ class ActiveSequence:
     row: int = -1  # of the decode batch; -1: none
     blocks: list[int] = field(default_factory=list)  # during prefill; in the decode batch, the table has them
     sampled: Sampled = ((), (), ())  # before its last preemption
-    tokens: np.ndarray = field(init=False)  # to prefill: the prompt, and what was sampled before its last preemption
-    computed: int = 0  # how many of them have keys and values
-    order: int = -1  # of first admission; -1: not admitted yet
-    reused: int = 0  # tokens of the prompt that the prefix cache had
-    weights: int = 0  # changes of the weights before its first admission
-    versions: list[tuple[int, str]] = field(default_factory=list)  # (first token, version of the weights) of each span
-    cache_version: int = -1  # of the prefix cache, when its prefill began
+    tokens: np.ndarray = field(init=False)  # to prefill: the prompt, and tokens sampled before its last preemption
+    computed: int = 0  # how many of `tokens` have keys and values
+    order: int = -1  # index of its first admission; -1: not admitted yet
+    reused: int = 0  # prompt tokens found in the prefix cache
+    weights: int = 0  # number of weight changes before its first admission
+    versions: list[tuple[int, str]] = field(default_factory=list)  # (first token, weight version) of each span
+    cache_version: int = -1  # version of the prefix cache when its prefill began
     processor: LogitsProcessor | None = None
-    failure: Exception | None = None  # of its constraint: it finishes with the next token
-    ids: list[int] = field(default_factory=list)  # of a `SequentialCache`: all tokens so far,
-    state: dict[str, Any] = field(default_factory=dict)  # and what the model itself keeps of them
+    failure: Exception | None = None  # of its constraint; the sequence ends with it at the next token
+    ids: list[int] = field(default_factory=list)  # for `SequentialCache`: all tokens so far
+    state: dict[str, Any] = field(default_factory=dict)  # for `SequentialCache`: the model's own cache of these tokens
 
     def __post_init__(self) -> None:
         self.tokens = _as_array(tuple(self.prompt_ids))
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Are logprobs of the prompt's tokens asked for, and some still missing?"""
+        """Whether logprobs of the prompt's tokens are requested and some are still missing."""
         return self.sampling.prompt_logprobs is not None and len(self.future.prompt_logprobs) < len(self.prompt_ids)
 
     @property
@@ -253,7 +253,7 @@ class ActiveSequence:
         return self.future.is_unwanted
 
     def note_version(self, version: str, tokens: int) -> None:
-        """The tokens after the first ``tokens`` are sampled from this version of the weights."""
+        """Record that tokens after the first ``tokens`` are sampled from this version of the weights."""
         if self.versions and self.versions[-1][0] == tokens:
             self.versions.pop()
         if not self.versions or self.versions[-1][1] != version:
@@ -273,7 +273,7 @@ class ActiveSequence:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A sequence whose prompt is prefilled, and others with the same tokens, which will share its blocks."""
+    """A sequence that is being prefilled, and others with the same tokens, which will share its blocks."""
 
     first: ActiveSequence
     copies: list[ActiveSequence] = field(default_factory=list)
@@ -289,7 +289,7 @@ class Group:
 
 
 class Chunk(NamedTuple):
-    """Tokens ``[start, end)`` of a group, to prefill in this step."""
+    """Tokens ``[start, end)`` of a group to prefill in this step."""
 
     group: Group
     start: int
@@ -302,7 +302,7 @@ def sharing_key(sequence: ActiveSequence) -> tuple[int | None, bytes]:
 
 
 class Finished(NamedTuple):
-    """A sequence that has finished, why, and how many tokens were sampled for it beyond its last one."""
+    """A finished sequence, its finish reason or error, and how many tokens were sampled after its last one."""
 
     sequence: ActiveSequence
     reason: str | Exception
@@ -310,7 +310,7 @@ class Finished(NamedTuple):
 
 
 class Seeds:
-    """Seeds for requests without one: random, or a hash of ``seed``, the prompt, and how often it was asked before.
+    """Seeds for requests that have none: random, or a hash of ``seed``, the prompt, and the prompt's earlier uses.
 
     >>> first, second = Seeds(7), Seeds(7)
     >>> first.draw([1]) == second.draw([1]) != first.draw([1])
@@ -332,10 +332,10 @@ class Seeds:
 
 @lru_cache(RECENT)
 def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
-    """The tokens as ints; one outside of the vocabulary is a ValueError."""
+    """The tokens as ints. Raises ValueError if one is outside the vocabulary."""
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         unknown = next(token for token in tokens if not 0 <= token < vocabulary)
-        raise ValueError(f"there is no token {unknown}: the model has {vocabulary}")
+        raise ValueError(f"token {unknown} does not exist: the vocabulary has {vocabulary} tokens")
     return tuple(map(index, tokens))
 
 

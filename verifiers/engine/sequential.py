@@ -1,4 +1,4 @@
-"""One sequence at a time, each with a cache that the model itself creates: exact for any causal model, and slower."""
+"""Run one sequence at a time, each with a cache that the model creates. Exact for any causal model, but slower."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions",
 
 
 class SequentialCache:
-    """In place of the KV cache, for models with state of their own: attention, convolutions, recurrences.
+    """Replaces the KV cache for models that manage their own state: custom attention, convolutions, recurrences.
 
-    Each sequence holds its state: the model's cache of all its tokens but the newest. A model whose cache does not
-    reproduce its plain forward is run without one (``uses_cache=False``): every token then costs a forward over the
+    Each sequence holds its state: the model's cache of all its tokens except the newest. A model whose cache does not
+    reproduce its plain forward runs without one (``uses_cache=False``). Every token then costs a forward over the
     whole sequence.
     """
 
@@ -32,7 +32,7 @@ class SequentialCache:
         self._resets = rope_bounds(module.config)
 
     def prefill(self, sequences: Sequence[ActiveSequence]) -> Tensor:
-        """The logits after the tokens of each, ``[N, vocabulary]``."""
+        """The logits after each sequence's tokens, ``[N, vocabulary]``."""
         logits = []
         for sequence in sequences:
             sequence.ids, sequence.state = list(sequence.tokens), {}
@@ -40,20 +40,20 @@ class SequentialCache:
         return torch.cat(logits)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """The logits after each of these tokens, ``[T, vocabulary]``; no state is changed."""
+        """The logits after each of these tokens, ``[T, vocabulary]``. Changes no state."""
         logits: Tensor = self._forward(ids, use_cache=False).logits[0]
-        return logits[-len(ids) :]  # after those of virtual tokens (prompt tuning)
+        return logits[-len(ids) :]  # skips the logits of virtual tokens (prompt tuning)
 
     def _forward(self, ids: Sequence[int], **settings: Any) -> Any:
         ids_1T = torch.tensor([list(ids)], device=next(self._module.parameters()).device)
         return self._module(input_ids=ids_1T, return_dict=True, **settings)
 
     def decode(self, sequences: Sequence[ActiveSequence], tokens: Sequence[int]) -> Tensor:
-        """The logits after one new token of each, ``[N, vocabulary]``."""
+        """The logits after one new token per sequence, ``[N, vocabulary]``."""
         logits = []
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.ids.append(int(token))
-            if any(len(sequence.ids) == bound + 1 for bound in self._resets):  # longrope: cached keys have other angles
+            if any(len(sequence.ids) == bound + 1 for bound in self._resets):  # longrope: the cached angles are stale
                 sequence.state = {}
             logits.append(self._run(sequence, sequence.ids[-1:] if sequence.state else sequence.ids))
         return torch.cat(logits)

@@ -1,6 +1,6 @@
-"""One step of an engine: chunks of prompts are prefilled, running sequences get a token, finished ones are removed.
+"""One step of an engine: prefill chunks of prompts, sample a token for running sequences, remove finished ones.
 
-On CUDA the host is behind the device: it launches the next steps before it reads the results of the first.
+On CUDA the host runs behind the device: it launches the next steps before it reads the results of earlier ones.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from verifiers.kernels.cpu.model import Drawn
 from verifiers.kernels.devices import host_index
 
 AHEAD = 2  # steps that must be in flight on CUDA while the host reads the results of earlier ones
-ADMIT_SHARE = 16  # on CUDA, sequences are admitted when a 16th of the rows is free: each prefill delays the batch
-SPAN_STEP = 2 * BLOCK  # positions that the attention of a decode step reads are rounded up to a multiple of this
-BURST = 32  # most tokens that each sequence samples in one call of C; the model's speed decides how many
+ADMIT_SHARE = 16  # on CUDA, sequences are admitted when 1/16 of the rows is free, because each prefill delays the batch
+SPAN_STEP = 2 * BLOCK  # a decode step's attention reads a number of positions rounded up to a multiple of this
+BURST = 32  # maximum tokens per sequence in one C call; the model's speed determines the actual number
 
 
 class StepRunner:
@@ -37,11 +37,11 @@ class StepRunner:
         self.runner, self.scheduler, self.table = runner, scheduler, scheduler.table
         self._is_stop_V = np.zeros(runner.vocabulary + 1, bool)  # the tokens that end a reply
         self._is_stop_V[[token for token in scheduler.stop_ids if 0 <= token < runner.vocabulary]] = True
-        self.steps = self.tokens = 0  # decode steps that were run, tokens that were sampled
+        self.steps = self.tokens = 0  # decode steps run, tokens sampled
         self._version = runner.weight_version
 
     def run(self) -> None:
-        """A chunk of each prefilling prompt, then one token for every running sequence."""
+        """Run a chunk of each prefilling prompt, then sample one token for every running sequence."""
         scheduler = self.scheduler
         has_prompts = bool(scheduler.waiting or scheduler.prefilling)
         has_changed, has_moved = self.runner.detect_changes(is_idle=scheduler.is_idle, has_prompts=has_prompts)
@@ -50,14 +50,14 @@ class StepRunner:
         if self._version != self.runner.weight_version:
             self._note_version()
         if has_moved and scheduler.cuda is not None:
-            scheduler.cuda.drop_graphs()  # they hold the parameters' old addresses
+            scheduler.cuda.drop_graphs()  # graphs contain the parameters' old addresses
         if has_changed and scheduler.cuda is not None:
             scheduler.cuda.update_angles()
         scheduler.drop_cancelled()
         before = self.runner.buffer_writes
         try:
             self._step()
-        finally:  # a forward that writes to its buffers (a count of tokens, say) changes no weights
+        finally:  # a forward that writes to its buffers (a token counter, for example) does not change the weights
             self.runner.lock.undone += self.runner.buffer_writes - before
 
     def _step(self) -> None:
@@ -71,8 +71,8 @@ class StepRunner:
             self._decode()
 
     def _note_version(self) -> None:
-        """The next tokens of running sequences are sampled from another version of the weights."""
-        self._drain()  # the tokens in flight are of the version before
+        """Record that the next tokens of running sequences are sampled from another version of the weights."""
+        self._drain()  # tokens in flight belong to the previous version
         self._version = self.runner.weight_version
         for sequence in self.scheduler.running:
             sequence.note_version(self._version, int(self.table.steps[sequence.row]))
@@ -80,7 +80,7 @@ class StepRunner:
     # --- on CUDA --------------------------------------------------------------------------------------------------
 
     def _run_on_cuda(self, cuda: CudaDecoder) -> None:
-        """As `run`, but the host reads the results of a step only when the next ones have been launched."""
+        """Like `run`, but the host reads the results of a step only after it has launched the next ones."""
         scheduler = self.scheduler
         may_admit = scheduler.free_rows * ADMIT_SHARE >= scheduler.rows or not scheduler.running
         if has_prompts := bool(scheduler.prefilling or (scheduler.waiting and may_admit)):
@@ -88,7 +88,7 @@ class StepRunner:
         if np.count_nonzero(self.table.needs_logits[: len(scheduler.running)]):
             self._drain()
             if scheduler.running:
-                self._decode()  # logits are changed in other ways for each sequence and step: no graph for that
+                self._decode()  # without a graph: logits are processed differently for each sequence and step
                 cuda.assign(np.arange(len(scheduler.running)))
         elif scheduler.running:
             self._launch(cuda, is_growing=has_prompts)
@@ -96,7 +96,7 @@ class StepRunner:
             self._collect(cuda)
 
     def _launch(self, cuda: CudaDecoder, *, is_growing: bool) -> None:
-        """Launch a burst of steps for the batch; one step while prompts come in, as more may follow."""
+        """Launch a burst of steps for the batch, or one step while prompts come in, because more may follow."""
         scheduler, burst = self.scheduler, cuda.burst(len(self.scheduler.running))
         if not burst:
             self._drain()
@@ -122,7 +122,7 @@ class StepRunner:
     # --- prefill --------------------------------------------------------------------------------------------------
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Run chunks of prompts, and sample the first token of each sequence whose prompt is complete."""
+        """Run chunks of prompts and sample the first token of each sequence whose prompt is complete."""
         if not chunks:
             return
         logits_NV, cuda = self._run_chunks(chunks), self.scheduler.cuda
@@ -141,7 +141,7 @@ class StepRunner:
             cuda.assign(np.array(begun))
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """The logits after the last token of each chunk; prompt logprobs are computed on the way where asked for."""
+        """The logits after the last token of each chunk. Also records prompt logprobs where they are requested."""
         sequences, cache = [chunk.group.first for chunk in chunks], self.scheduler.cache
         if isinstance(cache, SequentialCache):
             for one in sequences:
@@ -149,7 +149,7 @@ class StepRunner:
                     score_prompt(one, 0, cache.logits(one.prompt_ids))
             return cache.prefill(sequences)
         tables = np.zeros((len(chunks), max(len(one.blocks) for one in sequences)), np.int32)
-        segments, keep, last = list[Segment](), list[int](), list[int]()  # last: of each chunk, an index into keep
+        segments, keep, last = list[Segment](), list[int](), list[int]()  # last: index into keep of each chunk's end
         for i, (sequence, (_, start, end)) in enumerate(zip(sequences, chunks, strict=True)):
             tables[i, : len(sequence.blocks)] = sequence.blocks
             first = segments[-1].end if segments else 0
@@ -167,7 +167,7 @@ class StepRunner:
     def _prefill_logits(
         self, ids_T: np.ndarray, keep_N: np.ndarray, segments: list[Segment], tables: np.ndarray, cache: KVCache
     ) -> Tensor:
-        """The logits after the tokens at ``keep`` of packed prompts, whose keys and values are stored."""
+        """The logits after the tokens at ``keep_N`` of packed prompts. Stores the prompts' keys and values."""
         if self.scheduler.cuda is not None:
             return self.scheduler.cuda.prefill(ids_T, keep_N, segments, tables)
         attend = Prefill(cache, tables, segments)
@@ -177,7 +177,7 @@ class StepRunner:
     # --- decode ---------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every running sequence; several in C, if the host need not check each of them."""
+        """Sample one token for every running sequence, or several in C if the host need not check each token."""
         table, scheduler, cache = self.table, self.scheduler, self.scheduler.cache
         if isinstance(cache, SequentialCache):
             logits_BV = cache.decode(scheduler.running, table.token[: len(scheduler.running)].tolist())
@@ -185,7 +185,7 @@ class StepRunner:
             self.runner.count_step()
             burst = self._burst(len(scheduler.running))
             steps = scheduler.reserve(max(burst, 1))[0]
-            if not scheduler.running:  # the only one was preempted, for a prefilling one admitted before it
+            if not scheduler.running:  # the only one was preempted in favour of an older one that is prefilling
                 return
             if burst:
                 self._decode_burst(steps, cache)
@@ -196,7 +196,7 @@ class StepRunner:
         self._record(rows_N, draw(logits_BV, scheduler.running, rows_N, table, scheduler.cuda))
 
     def _burst(self, rows: int) -> int:
-        """How many tokens each sequence samples in one call of C; 0: not in C."""
+        """How many tokens each sequence samples in one C call; 0 if this batch cannot run in C."""
         table = self.table
         if (table.needs_token_check | table.needs_logits)[:rows].any():
             return 0
@@ -221,7 +221,7 @@ class StepRunner:
             self.scheduler.trim()
 
     def _record(self, rows_N: np.ndarray, drawn: Drawn, *, is_first: bool = False) -> None:
-        """Store sampled tokens in the table, and finish the sequences for which they were the last."""
+        """Store sampled tokens in the table and finish the sequences that ended."""
         table, scheduler = self.table, self.scheduler
         table.record(rows_N, drawn, is_first=is_first)
         started = [scheduler.running[row] for row in rows_N] if is_first else []
@@ -232,7 +232,7 @@ class StepRunner:
             scheduler.keep_prompt(sequence)
 
     def _find_finished(self, rows_N: np.ndarray, drawn: Drawn) -> list[Finished]:
-        """The sequences that finish: at a stop token, by their ``on_token``, at their length limit, or at a NaN."""
+        """The sequences that finish: by a stop token, their ``on_token``, their length limit, or a NaN."""
         table, running, steps = self.table, self.scheduler.running, len(drawn.token_KB)
         left_N, is_stop_KN = table.max_tokens[rows_N] - table.steps[rows_N], self._is_stop_V[drawn.token_KB]
         is_last_KN = is_stop_KN | ~np.isfinite(drawn.raw_KB + drawn.logprob_KB)
@@ -253,16 +253,16 @@ def _finish_reason(
     sequence: ActiveSequence, token: int, logprob: float, raw: float, is_stop: bool, is_full: bool
 ) -> str | Exception | None:
     if not math.isfinite(raw):
-        return ModelError("the model gave logits that are not numbers (NaN); its weights are bad")
+        return ModelError("the model returned logits that are not numbers (NaN); check its weights")
     if sequence.failure is not None:
         return sequence.failure
     if not math.isfinite(logprob):
-        return ModelError("no token is left to sample: logit_bias and the like exclude all of them")
+        return ModelError("no token is left to sample: logit_bias and other arguments exclude all of them")
     if token in sequence.sampling.stop_ids or (is_stop and not sequence.sampling.ignore_eos):
         return "stop"
     try:
         if sequence.on_token is not None and sequence.on_token(token, logprob):
             return "stop"
-    except Exception as error:  # foreign code: it fails its own request
+    except Exception as error:  # foreign code: fail only its own request
         return error
     return "length" if is_full else None

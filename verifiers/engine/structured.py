@@ -14,7 +14,7 @@ MODES = ("auto", "none", "required")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseFormat:
-    """Text, any JSON object, or a value that fits a schema."""
+    """Text, any JSON object, or a value that matches a schema."""
 
     type: str = "text"
     schema: Any = field(default=None, repr=False)
@@ -37,11 +37,11 @@ class ToolChoice:
         return self.mode == "required"
 
     def offered(self, tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-        """The functions that a forced call may be of."""
+        """The functions that a forced call may choose from."""
         named = [tool for tool in tools or () if self.name is None or tool_name(tool) == self.name]
         if not named:
             wanted = "a call of a function" if self.name is None else f"a call of {self.name!r}"
-            raise RequestRefusedError(f"tool_choice wants {wanted}, and 'tools' has none")
+            raise RequestRefusedError(f"tool_choice requires {wanted}, but 'tools' has no such function")
         return named
 
     def record(self) -> Any:
@@ -49,32 +49,32 @@ class ToolChoice:
 
 
 def tool_name(tool: Mapping[str, Any]) -> Any:
-    """The name of a tool's function, as it was given."""
+    """The name of a tool's function, unchecked."""
     function = tool.get("function", tool)
     return function.get("name") if isinstance(function, Mapping) else None
 
 
 def read_format(name: str, value: Any) -> ResponseFormat:
-    """Read OpenAI's ``response_format``.
+    """Parse OpenAI's ``response_format``.
 
     >>> read_format("response_format", {"type": "json_object"})
     ResponseFormat(type='json_object', strict=False)
     """
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
-        raise RequestRefusedError(f"{name!r} is an object with a type ({', '.join(FORMATS)}), not {value!r:.80}")
+        raise RequestRefusedError(f"{name!r} must be an object with a type ({', '.join(FORMATS)}), not {value!r:.80}")
     if kind == "json_object":
         return ResponseFormat(type=kind, schema={"type": "object"})
     if kind == "text":
         return ResponseFormat()
     written = value.get("json_schema")
     if not isinstance(written, Mapping) or not isinstance(written.get("schema"), Mapping):
-        raise RequestRefusedError(f"{name!r} of type json_schema has a json_schema with a name and a schema")
+        raise RequestRefusedError(f"{name!r} of type json_schema must have a json_schema with a name and a schema")
     return ResponseFormat(type=kind, schema=written["schema"], strict=written.get("strict") is True)
 
 
 def read_tool_choice(name: str, value: Any) -> ToolChoice:
-    """Read OpenAI's ``tool_choice``: a mode, or the function to be called.
+    """Parse OpenAI's ``tool_choice``: a mode, or the function to call.
 
     >>> read_tool_choice("tool_choice", {"type": "function", "function": {"name": "add"}})
     ToolChoice(mode='required', name='add')
@@ -85,12 +85,12 @@ def read_tool_choice(name: str, value: Any) -> ToolChoice:
     named = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(named, str):
         shape = '{"type": "function", "function": {"name": …}}'
-        raise RequestRefusedError(f"{name!r} is one of {', '.join(MODES)}, or {shape}, not {value!r:.80}")
+        raise RequestRefusedError(f"{name!r} must be one of {', '.join(MODES)}, or {shape}, not {value!r:.80}")
     return ToolChoice(mode="required", name=named)
 
 
 def wants_grammar(sampling: Mapping[str, Any]) -> bool:
-    """Do sampling arguments ask for a grammar? Compiling one takes too long for an event loop."""
+    """Whether sampling arguments require a grammar. Compiling one takes too long for an event loop."""
     further = sampling.get("extra_body")
     args = {**sampling, **further} if isinstance(further, Mapping) else sampling
     return args.get("response_format") is not None or args.get("tool_choice") not in (None, "auto", "none")

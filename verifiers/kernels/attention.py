@@ -1,7 +1,7 @@
-"""The attention of a transformers model → a function of ours, on this thread, within a context manager.
+"""Replace the attention of a transformers model by our own function, on this thread, within a context manager.
 
-The function is registered in transformers' registry of attention functions, so any decoder that uses the registry
-works: the model runs its own forward, only its attention over queries, keys and values is replaced.
+The function is registered in transformers' registry of attention functions, so it works for any decoder that uses the
+registry. The model runs its own forward; only its attention over queries, keys and values is replaced.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NAME = "verifiers_blocks"
 class Attend(Protocol):
     """Attention of one layer over queries, keys and values ``[B, heads, T, dim]``.
 
-    An implementation with a method ``rotated`` applies head norms and rotary embedding itself (see `attend_rotated`);
-    one with ``angles``, cosines and sines of all positions, finds those of its tokens there.
+    An implementation with a method ``rotated`` applies head norms and rotary embedding itself (see `attend_rotated`).
+    One with ``angles`` (cosines and sines of all positions) looks up those of its tokens there.
     """
 
     def __call__(
@@ -54,7 +54,7 @@ class Asked:
 def as_called(
     attend: Callable[[Any, Tensor, Tensor, Tensor, Asked], Tensor],
 ) -> Callable[..., tuple[Tensor, None]]:
-    """Wrap a function of a module and its queries, keys and values ``[B, heads, T, dim]`` as transformers calls it."""
+    """Adapt a function of a module, queries, keys and values ``[B, heads, T, dim]`` to transformers' signature."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
@@ -75,14 +75,14 @@ def as_called(
 def paged_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
     """The attention function that transformers calls within `attending`."""
     out = _attend()(module.layer_idx, q, k, v, scale=asked.scale, window=asked.window, softcap=asked.softcap)
-    return out.transpose(1, 2).contiguous()  # some models call view() on it
+    return out.transpose(1, 2).contiguous()  # some models call view() on the result
 
 
 def attend_rotated(
     layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
     *, norms: HeadNorms | None, scale: float, window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention with the head norms and the rotary embedding before it, which a backend may fuse."""
+    """Head norms, rotary embedding and attention, which a backend may fuse."""
     attend = _attend()
     rotated: Callable[..., Tensor] | None = getattr(attend, "rotated", None)
     if rotated is not None:
@@ -95,17 +95,17 @@ def attend_rotated(
 def _attend() -> Attend:
     attend: Attend | None = _current.attend
     if attend is None:
-        raise RuntimeError("the engine is sampling from this model just now: run it `with engine.lock:`")
+        raise RuntimeError("the engine is sampling from this model; run the model within `with engine.lock:`")
     return attend
 
 
 def current() -> Any:
-    """The attention of this thread within `attending`, else None."""
+    """This thread's attention within `attending`; otherwise None."""
     return _current.attend
 
 
 def register(name: str = NAME, function: Callable[..., Any] = paged_attention) -> None:
-    """Register an attention function with transformers; idempotent."""
+    """Register an attention function with transformers. Idempotent."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -113,9 +113,9 @@ def register(name: str = NAME, function: Callable[..., Any] = paged_attention) -
 
 @contextmanager
 def attending(configs: Sequence[Any], attend: Any, name: str = NAME) -> Iterator[None]:
-    """Within the block the model of these configurations uses ``attend`` as its attention, on this thread.
+    """Within the block, the model with these configurations uses ``attend`` as its attention on this thread.
 
-    The model calls the function that is registered as ``name``, which looks up `current`.
+    The model calls the function registered as ``name``, which looks up `current`.
     """
     before, implementations = _current.attend, [config._attn_implementation for config in configs]
     _current.attend = attend

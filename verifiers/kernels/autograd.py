@@ -1,8 +1,8 @@
-"""Kernels → autograd functions: norms, rotary embedding, gating, and fused parts of a layer.
+"""Autograd functions over the kernels: norms, rotary embedding, gating, and fused parts of a layer.
 
-The kernels are Triton on a GPU, C on a CPU in float32, and the reference elsewhere. For its backward pass a function
-saves its inputs, never what the same kernel can recompute. A fused part of a layer is one node of the autograd graph
-instead of a dozen, each of which costs the host as much as a kernel launch.
+The kernels are Triton on a GPU, C on a CPU in float32, and the reference elsewhere. For its backward pass, a function
+saves its inputs, but never what the same kernel can recompute. A fused part of a layer is one node of the autograd
+graph instead of a dozen. Each node costs the host as much as a kernel launch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def kernels_for(x: Tensor) -> Any:
 
 
 def describe(model: Any) -> str:
-    """Which kernels a model is trained with, and why not with faster ones.
+    """Which kernels a model is trained with, and why faster ones cannot be used.
 
     >>> describe(torch.nn.Linear(2, 2).double())
     'in PyTorch (not in C: weights that are not float32)'
@@ -52,13 +52,13 @@ def describe(model: Any) -> str:
 
 
 def add_norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """``x`` plus ``more`` (if given), and the RMS norm of the sum."""
+    """The sum of ``x`` and ``more`` (if given), and the RMS norm of the sum."""
     total, normed = _AddNorm.apply(x_ND, more_ND, weight, epsilon)
     return total, normed
 
 
 def normed(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    """A module's RMS norm, by one kernel: ours, or PyTorch's."""
+    """A module's RMS norm in one kernel: ours or PyTorch's."""
     if not cpu.suit(x):
         return reference.rms_norm(module, epsilon, x)
     result: Tensor = add_norm(x.reshape(-1, x.shape[-1]), None, module.weight, epsilon)[1]
@@ -68,9 +68,9 @@ def normed(module: Any, epsilon: float, x: Tensor) -> Tensor:
 def rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``.
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, with angles ``[B or 1, T, dim]``.
 
-    With ``norms`` each head is normed before.
+    With ``norms``, each head is normed first.
     """
     q, k = _Rotated.apply(q, k, cos.contiguous(), sin.contiguous(), *(norms or NO_NORMS))
     return q, k
@@ -83,7 +83,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Several projections of one input; the backward accumulates the input's gradient in the matrix products."""
+    """Several projections of one input. The backward accumulates the input's gradient within the matrix products."""
     found: tuple[Tensor, ...]
     if are_plain(x, linears):
         if len(linears) == 1 and (x.is_cuda or not uses_onednn()):
@@ -99,12 +99,12 @@ def projected(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _differ(x: Tensor, loras: Sequence[Lora]) -> bool:
-    """Do these adapters compute in another dtype than the layers they are on?"""
+    """Whether any of these adapters computes in another dtype than its layer."""
     return any(not (one.a_RK.dtype is one.b_NR.dtype is one.base.weight.dtype is x.dtype) for one in loras)
 
 
 def are_plain(x: Tensor, linears: Sequence[Any]) -> bool:
-    """Are these plain linear layers, and is autocast off?"""
+    """Whether these are plain linear layers and autocast is off."""
     return not torch.is_autocast_enabled(x.device.type) and all(map(is_plain_linear, linears))
 
 
@@ -112,10 +112,10 @@ def projected_heads(
     x: Tensor, weight: Tensor, epsilon: float, linears: Sequence[Any], head_dim: int, rotary: tuple[Tensor, Tensor],
     norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """RMS norm, QKV projections and rotary embedding: ``x`` itself, and queries, keys, values ``[B, T, heads, dim]``.
+    """RMS norm, QKV projections and rotary embedding. Returns ``x`` and queries, keys, values ``[B, T, heads, dim]``.
 
-    With ``norms`` each head of queries and keys is normed before it is rotated. The layers must be plain. The residual
-    connection continues from the ``x`` that is returned: its gradient is then added in the norm's backward.
+    With ``norms``, each head of queries and keys is normed before it is rotated. The layers must be plain. Use the
+    returned ``x`` for the residual connection, so that its gradient is added in the norm's backward.
     """
     cos, sin = (one.contiguous() for one in rotary)
     x, q, k, v = _ProjectedHeads.apply(x, weight, epsilon, head_dim, cos, sin, *(norms or NO_NORMS), *_weights(linears))
@@ -141,7 +141,7 @@ def _weights(linears: Sequence[Any]) -> list[Tensor | None]:
 
 
 def _linears(x: Tensor, weights: Sequence[Any]) -> list[Tensor]:
-    """Linear layers of one input, by their weights and biases, alternating."""
+    """Linear layers of one input. ``weights`` alternates weights and biases."""
     return [linear(x, weight, bias) for weight, bias in zip(weights[::2], weights[1::2], strict=True)]
 
 
@@ -176,7 +176,7 @@ class _AddNorm(Function):  # type: ignore[misc]  # torch is not typed here
 
 
 def _rotate(kernels: Any, both: Sequence[Tensor], cos: Tensor, sin: Tensor, norms: Any) -> tuple[Any, list[Any]]:
-    """Queries and keys, normed if there are norms, and rotated; and the tensors that the backward needs."""
+    """Norm (if there are norms) and rotate queries and keys. Returns them and the tensors that the backward needs."""
     q, k, q_epsilon, k_epsilon = norms
     if q is None:
         return kernels.rotate(*both, cos, sin), []
@@ -191,7 +191,7 @@ def _rotate(kernels: Any, both: Sequence[Tensor], cos: Tensor, sin: Tensor, norm
 def _rotate_back(
     kernels: Any, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, saved: Sequence[Tensor], learns: Sequence[bool]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Gradients of queries and keys, and of the weights of their norms."""
+    """Gradients of queries and keys, and of their norms' weights."""
     back = kernels.rotate(*(one.contiguous() for one in grads), cos, sin, back=True)
     if not saved:
         return list(back), [None, None]
@@ -249,7 +249,7 @@ class _Projected(Function):  # type: ignore[misc]  # torch is not typed here
 def _projected_back(
     x_ND: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradient of the common input of several layers, and those of their weights and biases, alternating."""
+    """The gradient of several layers' common input, and those of their weights and biases, alternating."""
     total: Tensor | None = None
     found: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):

@@ -1,10 +1,10 @@
-"""A model's modules → decoder layers of the common architecture: recognised by submodules, tested by numbers.
+"""Recognise decoder layers of the common architecture by their submodules, and verify them numerically.
 
 The common architecture is norm, rotary attention, norm, gated feed-forward, with residual connections (Llama, Qwen,
-Mistral, SmolLM, Gemma 1); queries and keys may be normed head by head (Qwen3). A recognised layer is described here
-once, as plain data, for every backend; and it runs here in fewer operations than in transformers. Both ways are run on
-the same probe input: queries, keys, values and the result must agree. Any other layer, and any that has a hook, runs as
-transformers wrote it. Parameters and projections are the layer's own, looked up in every step.
+Mistral, SmolLM, Gemma 1). Queries and keys may be normed per head (Qwen3). A recognised layer is described once, as
+plain data, for all backends, and runs here in fewer operations than in transformers. Both implementations run on the
+same probe input: queries, keys, values and the result must agree. All other layers, and layers with hooks, run as in
+transformers. Parameters and projections belong to the layer and are looked up in every step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# RMS of the normed hidden states in the probe: the first is large enough to reach clamps within a layer, the second is
-# for float16, which the first may overflow.
+# RMS of the normed hidden states in the probe. The first is large enough to trigger clamps within a layer. The second
+# is used if the first overflows (float16).
 PROBE_NORMED_RMS = (30.0, 1.0)
 PROBED_POSITIONS = 64
-PROBE_RMS = 1e-2  # of the hidden states: small beside what a layer adds to them, which is what is compared
+PROBE_RMS = 1e-2  # of the hidden states: small compared to what a layer adds to them, so that this dominates the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class DecoderLayer:
     head_dim: int
     is_silu: bool
     epsilons: Mapping[Any, float]  # of the model's RMS norms
-    head_norms: tuple[Any, Any] | None  # of queries and keys, head by head (Qwen3)
-    rotates: bool  # False without rotary embedding, as every fourth layer of SmolLM3
+    head_norms: tuple[Any, Any] | None  # of queries and keys, per head (Qwen3)
+    rotates: bool  # False without rotary embedding, as in every fourth layer of SmolLM3
     scale: float
     window: int | None
     softcap: float | None
@@ -67,7 +67,7 @@ class DecoderLayer:
 
     @property
     def fusible_head_norms(self) -> HeadNorms | None:
-        """Weights and epsilons of the head norms; None if there are none, or they must be called as modules."""
+        """Weights and epsilons of the head norms; None if there are none or they must be called as modules."""
         if self.head_norms is None or not all(one in self.epsilons for one in self.head_norms):
             return None
         attention, (q, k) = self.layer.self_attn, self.head_norms
@@ -78,7 +78,7 @@ class DecoderLayer:
         return HeadNorms(q.weight, k.weight, self.epsilons[q], self.epsilons[k])
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of this layer: of angle 0, which changes no bit, if it does not rotate."""
+        """Cosines and sines of this layer. If it does not rotate, those of angle 0, which leave all bits unchanged."""
         return rotary if self.rotates else (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
 
     @property
@@ -94,7 +94,7 @@ class DecoderLayer:
         return int(self.layer.mlp.up_proj.out_features)
 
     def forward(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
-        """As the layer's own forward, but the hidden states are overwritten."""
+        """Like the layer's own forward, but overwrites the hidden states."""
         if position_embeddings is None or position_embeddings[0].shape[-1] != self.head_dim:
             own = partial(type(self.layer).forward, self.layer)
             return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
@@ -106,9 +106,10 @@ class DecoderLayer:
     def run(
         self, hidden: Tensor, normed: Tensor, shape: Sequence[int], rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[tokens, width]``, which may be overwritten, and the input of the layer's last projection.
+        """Run the layer up to its last projection. Returns the hidden states ``[tokens, width]`` and its input.
 
-        ``normed`` are the hidden states after the first norm; ``shape`` is (sequences, tokens of each).
+        ``hidden`` may be overwritten. ``normed`` are the hidden states after the first norm; ``shape`` is (sequences,
+        tokens per sequence).
         """
         layer = self.layer
         attended = self._attended(normed, shape, rotary)
@@ -146,11 +147,11 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class CommonDecoder:
-    """The layers of a model that have the common architecture, and whether the model around them has it too."""
+    """The layers of a model that have the common architecture, and whether the whole model has it."""
 
     def __init__(self, model: Any, configs: Sequence[Any]) -> None:
         self.model = model
-        # The probe would call hooks: a model that has any runs as it is.
+        # The probe would call hooks, so a model with hooks runs unchanged.
         self.was_hooked = any(map(is_hooked, model.modules()))
         modules = [] if self.was_hooked else list(model.modules())
         self.epsilons = fusible_norms(model)
@@ -160,13 +161,13 @@ class CommonDecoder:
         known = {id(one.layer) for one in self.layers}
         holders = [
             one for one in modules if any(id(part) in known for part in one.modules())
-        ]  # the layers themselves, too
+        ]  # including the layers themselves
         self._parts = [(one._modules, list(one._modules.values())) for one in holders]
         self.is_whole = self._is_whole(configs)
 
     @property
     def is_unhooked(self) -> bool:
-        """May the layers' forwards be replaced? Not if one has a hook or was exchanged for another module."""
+        """Whether the layers' forwards may be replaced: none has a hook or was replaced by another module."""
         is_same = all(list(held.values()) == parts for held, parts in self._parts)
         return bool(self.layers) and is_same and not any(map(is_hooked, self._watched))
 
@@ -176,7 +177,7 @@ class CommonDecoder:
 
     @property
     def fused_norms(self) -> set[Any]:
-        """The norms that are fused with attention, and called as modules only if they have hooks."""
+        """The norms that are fused with attention. They are called as modules only if they have hooks."""
         return {norm for layer in self.layers for norm in layer.head_norms or ()}
 
     @property
@@ -184,7 +185,7 @@ class CommonDecoder:
         return [(one.layer, one.forward) for one in self.layers]
 
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
-        """The logits at the positions ``keep`` (0: all), of a model with `is_whole`."""
+        """The logits at the positions ``keep`` (0: all). Requires `is_whole`."""
         inner = self.model.model
         first, *others = (one.layer.input_layernorm for one in self.layers)
         hidden, normed = projections.embed_and_norm(ids, inner.embed_tokens, first)
@@ -213,7 +214,7 @@ class CommonDecoder:
         return (given[0], given[1]) if is_same else None
 
     def _is_whole(self, configs: Sequence[Any]) -> bool:
-        """Is the model just an embedding, these layers, a norm and a head, with the same numbers?"""
+        """Whether the model is only an embedding, these layers, a norm and a head, and `forward` reproduces it."""
         model, inner = self.model, self.model._modules.get("model")
         if model._modules.keys() != WHOLE or inner is None or inner._modules.keys() != INNER:
             return False
@@ -229,7 +230,7 @@ class CommonDecoder:
             with torch.no_grad(), without_dropout(model), attending(configs, ours):
                 given = self.forward(ids, positions, 0)
         except Exception as error:  # foreign code, which may not take these arguments
-            logger.debug("%s runs as it is: %r", type(model).__name__, error)
+            logger.debug("%s runs unchanged: %r", type(model).__name__, error)
             return False
         return _is_same([*theirs.seen, expected], [*ours.seen, given], layers=len(self.layers))
 
@@ -238,7 +239,7 @@ class CommonDecoder:
 
 
 def recognise(layer: Any, configs: Sequence[Any], epsilons: Mapping[Any, float]) -> DecoderLayer | None:
-    """The description of a layer, if running it by that gives the layer's own numbers."""
+    """The description of a layer, if it reproduces the layer's own results; otherwise None."""
     attention = layer.self_attn
     weight = layer.input_layernorm.weight
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
@@ -262,12 +263,12 @@ def recognise(layer: Any, configs: Sequence[Any], epsilons: Mapping[Any, float])
             if theirs.settings == ours.settings and _is_same([*theirs.seen, expected], [*ours.seen, given]):
                 return found
     except Exception as error:  # foreign code, which may not take these arguments: another architecture
-        logger.debug("layer %s runs as it is: %r", attention.layer_idx, error)
+        logger.debug("layer %s runs unchanged: %r", attention.layer_idx, error)
     return None
 
 
 class _Probe:
-    """Attention that records its arguments, and returns something of the right shape."""
+    """Attention that records its arguments and returns a tensor of the right shape."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -296,7 +297,7 @@ def _is_same(theirs: Sequence[Any], ours: Sequence[Any], layers: int = 1) -> boo
 
 
 def has_parts(layer: Any) -> bool:
-    """Has a module exactly the submodules of the common architecture? Any other would be left out."""
+    """Whether a module has exactly the submodules of the common architecture. Others would be ignored."""
     if layer._modules.keys() != LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp

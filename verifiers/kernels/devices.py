@@ -1,4 +1,4 @@
-"""Arrays of the host → tensors on a device, without synchronising."""
+"""Copy host arrays to tensors on a device, without synchronising."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one within the block; the current CUDA device is a setting of each thread."""
+    """Make a device the current one within the block. Each thread has its own current CUDA device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -29,7 +29,7 @@ def host_index(values: Sequence[int] | np.ndarray, device: torch.device) -> Tens
 
 
 def free_unused(device: torch.device) -> None:
-    """Free unreferenced GPU memory: reference cycles are collected, and the caching allocator is emptied."""
+    """Free unreferenced GPU memory: collect reference cycles and empty the caching allocator."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Modules: what they are (plain, hooked, adapted), whether they have changed, and temporary forwards."""
+"""Inspect modules (plain, hooked, with adapters), detect changes, and replace forwards temporarily."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
-_NO_SETTING = re.compile(r"^_|^training$|drop|checkpointing")  # private (of adapters, say), or of training alone
+_NO_SETTING = re.compile(r"^_|^training$|drop|checkpointing")  # private (of adapters, for example) or only for training
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_hooked(module: Any) -> bool:
-    """Has this module a hook, or an instance attribute that replaces its forward?"""
+    """Whether this module has a hook, or an instance attribute that replaces its forward."""
     return "forward" in vars(module) or has_hooks(module)
 
 
@@ -28,7 +28,7 @@ def has_hooks(module: Any) -> bool:
 
 
 def is_plain_linear(linear: Any) -> bool:
-    """Is this exactly `nn.Linear`, without hooks?"""
+    """Whether this is exactly `nn.Linear`, without hooks."""
     return type(linear) is nn.Linear and not is_hooked(linear)
 
 
@@ -43,7 +43,7 @@ class Lora:
 
 
 def lora_of(linear: Any) -> Lora | None:
-    """The adapter of a layer (peft), if it is active, the only one, a plain LoRA, and without dropout now."""
+    """The adapter of a layer (peft) if it is active, the only one, plain LoRA, and currently without dropout."""
     kind = type(linear)
     if kind.__module__ not in LORA_MODULES or not kind.__name__.startswith("Linear") or is_hooked(linear):
         return None
@@ -65,20 +65,20 @@ def base_model(model: Any) -> Any:
 
 
 def is_quantised(model: Any) -> bool:
-    """Has a model quantised weights, packed in integers?"""
+    """Whether a model has quantised weights, packed into integers."""
     return any(not one.is_floating_point() for one in model.parameters())
 
 
 def linear_parameters(model: Any) -> int:
-    """Parameters in a model's linear layers: multiply-adds of one token."""
+    """Number of parameters in a model's linear layers, which is the number of multiply-adds per token."""
     return sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
 
 
 @contextmanager
 def replaced_forwards(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace the forwards of these modules within the block; earlier replacements are restored.
+    """Replace the forwards of these modules within the block, then restore earlier replacements.
 
-    Writes to ``__dict__``: `nn.Module.__setattr__` takes far longer, and this is done in every step.
+    Writes to ``__dict__`` because `nn.Module.__setattr__` is far slower and this runs in every step.
     """
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
@@ -109,17 +109,17 @@ def without_dropout(module: Any) -> Iterator[None]:
 
 
 def recomputes_buffers(module: Any) -> bool:
-    """Does a module replace its buffers as it runs: is it a rotary embedding whose angles depend on the length?"""
-    found = getattr(module, "rope_type", None)  # of the model, or by kind of layer
+    """Whether a module replaces its buffers as it runs: a rotary embedding whose angles depend on the length."""
+    found = getattr(module, "rope_type", None)  # one for the model, or a dict by layer type
     kinds = found.values() if isinstance(found, dict) else [found]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 class ModuleSnapshot:
-    """The submodules, parameters and settings of a module at one moment, to notice changes without walking its tree.
+    """A snapshot of a module's submodules, parameters and settings, to detect changes without walking its tree.
 
-    Settings are what a forward reads beside tensors: epsilons, scales, windows, a forward of the instance's own.
-    ``varying`` are those to leave out (`changed_settings` of an earlier snapshot).
+    Settings are what a forward reads besides tensors: epsilons, scales, windows, an instance's own forward.
+    ``varying`` are settings to ignore (`changed_settings` of an earlier snapshot).
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> seen = ModuleSnapshot(model)
@@ -146,12 +146,12 @@ class ModuleSnapshot:
 
     @property
     def buffers(self) -> list[Any]:
-        """The buffers as they are now, other than those which a forward replaces."""
+        """The current buffers, without those that a forward replaces."""
         return [one for held in self._buffers for one in held.values() if one is not None and not one.is_inference()]
 
     @property
     def is_same(self) -> bool:
-        """Is every submodule, parameter and setting still the same object?"""
+        """Whether every submodule, parameter and setting is still the same object."""
         return (
             list(map(len, self._held)) == self._sizes
             and list(map(type, self.modules)) == self._kinds
@@ -161,7 +161,7 @@ class ModuleSnapshot:
 
     @property
     def changed_settings(self) -> set[tuple[int, str]]:
-        """The settings (and members) that are others now, by the id of what holds them."""
+        """The settings (and members) that have changed, as (id of their holder, name)."""
         pairs = zip(self._slots, self._values, strict=True)
         return {(id(held), name) for (held, name), value in pairs if held.get(name) is not value}
 

@@ -1,4 +1,4 @@
-"""A model's norm modules → those that compute a plain RMS norm, found by running them, each with its epsilon."""
+"""Find the norm modules of a model that compute a plain RMS norm, by running them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verifiers.kernels.modules import is_hooked
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of queries and keys, head by head, before their rotary embedding (Qwen3): weights and epsilons."""
+    """RMS norms of queries and keys, per head, before their rotary embedding (Qwen3): weights and epsilons."""
 
     q: Tensor
     k: Tensor
@@ -28,7 +28,7 @@ class HeadNorms(NamedTuple):
 
 
 def fusible_norms(model: nn.Module) -> dict[nn.Module, float]:
-    """The norms of a model that give the numbers of `torch.nn.functional.rms_norm`, and their epsilons."""
+    """The norms of a model that compute the same as `torch.nn.functional.rms_norm`, with their epsilons."""
     found = {}
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -1,4 +1,4 @@
-"""Tests that two implementations of a model agree, and their inputs: prompts beyond its windows, realistic weights."""
+"""Check that two implementations of a model agree, on prompts longer than its windows and with realistic weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from verifiers.kernels.modules import HOOKS, base_model
 
-SHORT, LONG = 11, 40  # tokens of the prompts that every model is tested on
-PAST, BEFORE = 8, 4  # tokens by which one prompt exceeds a bound, and another stays below it
+SHORT, LONG = 11, 40  # lengths of the prompts that every model is tested on
+PAST, BEFORE = 8, 4  # tokens by which one prompt exceeds a bound and another stays below it
 PAD_EVERY = 3  # every third token of a prompt is padding
 CONTEXT = 12  # tokens of the prompt whose order is changed in `_order_effect`
 
-UNSTEADY = "its own forward gives other numbers each time, even when it is evaluated"
+UNSTEADY = "its own forward is not deterministic, even in evaluation mode"
 
 _BOUND = re.compile(r"window|chunk|local_attention")
 _NO_BOUND = re.compile(r"layer|feed_forward")
@@ -28,16 +28,16 @@ _GROUPED = re.compile(r"compress_r(ate|atio)|index_block_size")  # tokens behind
 _SPECIAL = re.compile(r"_token_(id|index)$")
 
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the norms' weights
-LEAST_MOVED = 0.3  # of the logits' standard deviation: the effect of another order of the context in a trained model
-LEAST_LOGIT = 20.0  # the largest logit of a trained model, at least: large enough for caps and scales of logits to show
+LEAST_MOVED = 0.3  # standard deviations of the logits by which reordering the context changes a trained model's logits
+LEAST_LOGIT = 20.0  # trained models have a larger maximum logit; large enough to reveal caps and scales of logits
 
-# Rounding errors relative to the largest number, in float32 and in half precision; over layers they add up as a random
-# walk.
+# Rounding errors relative to the largest number, in float32 and in half precision. Over layers they accumulate as a
+# random walk.
 WITHIN, WITHIN_HALF = 2e-3, 4e-2
 
 
 def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> bool:
-    """Are these tensors the same up to rounding? Zeros agree with zeros: see `is_nonzero`."""
+    """Whether these tensors are equal up to rounding. Zeros agree with zeros: see `is_nonzero`."""
     if len(theirs) != len(ours):
         return False
     for one, other in zip(theirs, ours, strict=True):
@@ -51,7 +51,7 @@ def agree(theirs: Sequence[Tensor], ours: Sequence[Tensor], rounds: int = 1) -> 
 
 
 def is_nonzero(numbers: Sequence[Any]) -> bool:
-    """Has each of these tensors a value other than zero? Zeros would prove nothing."""
+    """Whether each of these tensors has a non-zero value. Comparing only zeros would prove nothing."""
     return all(isinstance(one, Tensor) and bool(one.abs().max() > 0) for one in numbers)
 
 
@@ -63,7 +63,7 @@ def text_config(model_config: Any) -> Any:
 
 
 def max_positions(model_config: Any) -> int | None:
-    """The positions that a model knows; None without a limit, for which some configurations have -1."""
+    """The maximum number of positions of a model; None without a limit (-1 in some configurations)."""
     longest = getattr(text_config(model_config), "max_position_embeddings", None)
     return longest if longest and longest > 0 else None
 
@@ -92,7 +92,7 @@ def bounds(config: Any, longest: int) -> list[int]:
 
 
 def _numbers(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, int]]:
-    """All integers of nested settings, by their dotted names."""
+    """All integers in nested settings, with their dotted names."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{within}{name}.")
@@ -114,15 +114,15 @@ def rope_bounds(config: Any) -> list[int]:
 
 
 def place_bounds(config: Any, row: int) -> list[int]:
-    """Lengths, up to ``row``, that reach positions at which queries are scaled (Llama 4)."""
+    """Lengths that reach positions at which queries are scaled (Llama 4), for rows of ``row`` tokens."""
     bound = getattr(text_config(config), "floor_scale", None)
     return [int(bound) + PAST] if bound and bound < row else []
 
 
 def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
-    """A long and a short prompt, and for each bound one prompt beyond it and one just below it.
+    """Lengths of a long and a short prompt, and for each bound one prompt beyond it and one just below it.
 
-    ``longest`` is the limit of a prompt and its ``new`` tokens: a bound close to it is passed by the new tokens.
+    ``longest`` limits a prompt plus its ``new`` tokens. The new tokens cross a bound that is close to this limit.
     """
     wanted = [LONG, SHORT]
     for bound in bounds(config, longest):
@@ -131,8 +131,8 @@ def prompt_lengths(config: Any, longest: int, new: int) -> list[int]:
 
 
 def prompts(config: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts of these lengths, of arbitrary tokens without special ones, except for padding: a model may sample it and
-    not count it as a position."""
+    """Prompts of these lengths with arbitrary tokens. The only special token is padding, because a model may sample it
+    but not count it as a position."""
     text = text_config(config)
     settings = [vars(one) for one in (config, text) if hasattr(one, "__dict__")]
     special = {v for one in settings for k, v in one.items() if _SPECIAL.search(k) and type(v) is int}
@@ -155,7 +155,7 @@ def pad_id(config: Any) -> int | None:
 
 
 def is_steady(model: Any, length: int) -> bool:
-    """Does a model's own forward give the same numbers twice? One with random hashing, say, does not."""
+    """Whether a model's own forward is deterministic. With random hashing, for example, it is not."""
     (ids,) = prompts(model.config, [length])
     one, other = (plain_logits(model, ids, 1) for _ in range(2))
     eps = torch.finfo(next(model.parameters()).dtype).eps
@@ -163,13 +163,13 @@ def is_steady(model: Any, length: int) -> bool:
 
 
 def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
-    """The logits of the last ``keep`` positions of one sequence, by the model's own forward without a cache.
+    """The logits of the last ``keep`` positions of one sequence, from the model's own forward without a cache.
 
-    If the sequence exceeds one of `rope_bounds`, positions before the bound are computed from the sequence cut there,
-    as they were when their tokens were sampled.
+    If the sequence exceeds one of `rope_bounds`, positions before the bound are computed from the sequence cut at the
+    bound, as they were when their tokens were sampled.
     """
     device = next(model.parameters()).device
-    # Logits of all positions may take gigabytes.
+    # The logits of all positions could take gigabytes.
     can_keep = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
@@ -199,11 +199,11 @@ def without_hooks(model: Any) -> Iterator[None]:
 
 @contextmanager
 def realistic(model: Any) -> Iterator[bool]:
-    """Within the block an untrained model has attention scores and logits as large as a trained one's.
+    """Within the block, an untrained model has attention scores and logits as large as a trained one's.
 
-    Fresh weights are so small that attention is nearly uniform and logits nearly zero: a wrong position, mask or cap
-    would hardly show. The weights of the norms, which are few, are scaled and restored bit for bit. Yields whether the
-    order of the context then makes a difference; if not, a test on this model would prove nothing.
+    Fresh weights are so small that attention is nearly uniform and logits are nearly zero, so a wrong position, mask or
+    cap would hardly be visible. The weights of the norms, which are few, are scaled, then restored exactly. Yields
+    whether the order of the context then changes the logits; if not, a test on this model would prove nothing.
     """
     inner, final = _norm_weights(model)
     saved = [(weight, weight.detach().clone()) for weight in (*inner, *final)]
@@ -231,13 +231,13 @@ def _scale_up(model: Any, inner: Sequence[Tensor], final: Sequence[Tensor]) -> f
 
 
 def _add(weights: Sequence[Tensor], amount: float) -> None:
-    """Scale untrained norms by adding to their weights: some multiply by the weight, others by one plus it."""
+    """Scale untrained norms by adding to their weights. Some norms multiply by the weight, others by 1 + weight."""
     for weight in weights if amount else ():
         weight.add_(amount)
 
 
 def _norm_weights(model: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights of the norms within layers, and of those after them."""
+    """Weights of the norms within the layers, and of those after the layers."""
     inner: list[Tensor] = []
     final: list[Tensor] = []
     for name, module in model.named_modules():
@@ -249,7 +249,7 @@ def _norm_weights(model: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _order_effect(model: Any) -> tuple[float, float]:
-    """The largest change of the next token's logits, in standard deviations, if the context is reversed; and the
+    """The largest change of the next token's logits, in standard deviations, when the context is reversed, and the
     largest logit."""
     (ids,) = prompts(model.config, [CONTEXT])
     one, other = (plain_logits(model, context, 1)[0] for context in (ids, [*ids[-2::-1], ids[-1]]))

@@ -1,4 +1,4 @@
-"""What every kernel computes, in plain PyTorch: the reference of the tests, and what runs where there is no kernel.
+"""All kernels in plain PyTorch: the reference for tests, and the fallback where there is no kernel.
 
 The functions for training (norm, rotate, gated, logprobs, each with its backward) have the same signatures in
 `cpu.learning` and `cuda.learning`.
@@ -18,12 +18,12 @@ CACHED_NUMBERS = 1 << 18  # 1 MiB of float32
 
 
 def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    """A module's RMS norm in one operation instead of the six of transformers."""
+    """A module's RMS norm in one operation; transformers uses six."""
     return F.rms_norm(x, module.weight.shape, module.weight, epsilon)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: each pair (i, i + dim/2) of ``[B, heads, T, dim]`` rotated by its position's angle."""
+    """Rotary embedding: rotate each pair (i, i + dim/2) of ``[B, heads, T, dim]`` by the angle of its position."""
     half = x.shape[-1] // 2
     partner = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos[:, None] + partner * sin[:, None]
@@ -32,7 +32,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, past: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Queries ``[B, heads, T, dim]`` at positions ``past`` and after, over keys from position 0 on."""
+    """Causal attention of queries ``[B, heads, T, dim]`` from position ``past`` on, over keys from position 0 on."""
     n, total = q.shape[2], k.shape[2]
     needs_window = window is not None and total > window
     if not past and not needs_window and softcap is None:
@@ -63,7 +63,7 @@ def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -
 def norm_back(
     x_ND: Tensor, weight: Tensor, scale_N: Tensor, residual_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input and of the weight; ``residual``, the gradient of the residual connection, is added."""
+    """Gradients of the input and the weight. Adds ``residual_ND``, the gradient of the residual connection."""
     unit_ND = x_ND * scale_N[:, None]
     product_ND = grad_ND * unit_ND
     grad_weight = product_ND.sum(0) if learns else None
@@ -75,7 +75,7 @@ def norm_back(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its backward."""
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]`` by angles ``[B or 1, T, dim]``, or its backward."""
     half = sin.shape[-1] // 2
     first, second = sin[..., :half], sin[..., half:]
     signed = torch.cat((second, -first) if back else (-first, second), -1)[:, :, None]
@@ -92,13 +92,13 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
+    """Gradients of ``gate`` and ``up``, given the gradient of SiLU of ``gate`` times ``up``."""
     return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N: Tensor, lse_N: Tensor) -> None:
     """Write the logprob of each row's target, and the logsumexp of the row."""
-    rows = int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))  # that stay in the cache from one pass to the next
+    rows = int(max(1, CACHED_NUMBERS // logits_NV.shape[1]))  # rows that stay in the CPU's cache between passes
     for part_NV, part_N in zip(logits_NV.split(rows), lse_N.split(rows), strict=True):
         torch.logsumexp(part_NV if temperature == 1.0 else part_NV / temperature, -1, out=part_N)
     chosen_N = logits_NV.gather(1, target_N[:, None])[:, 0]
@@ -106,7 +106,7 @@ def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N:
 
 
 def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
-    """Turn logits into their gradients, in place, given those of the targets' logprobs."""
+    """Replace logits by their gradients, in place, given the gradients of the targets' logprobs."""
     grad_N1 = (grad_N / temperature)[:, None]
     if temperature != 1.0:
         logits_NV.div_(temperature)

@@ -1,7 +1,7 @@
-"""Logits → tokens: a batch of rows, each with its own temperature, truncation and random numbers.
+"""Sample tokens from logits: a batch of rows, each with its own temperature, truncation and random numbers.
 
-Random numbers are a function of (seed, position) alone, so a request draws the same ones whatever batch it is in. A
-token is the inverse of the cumulative distribution at one uniform number. Nothing here synchronises with the device.
+Random numbers depend only on (seed, position), so a request draws the same numbers in any batch. A token is the inverse
+of the cumulative distribution at one uniform number. Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verifiers.kernels.cpu.binding import CSampling, decode_functions
 
-_BISECTIONS = 31  # probabilities are at most 1.0, whose bits are below 2**30
+_BISECTIONS = 31  # enough for probabilities: they are at most 1.0, whose bit pattern is below 2**30
 _LIKELIEST = 2048  # tokens that `_floor_among_likeliest` sorts
 NO_LIMIT = 1 << 30  # more tokens than any vocabulary has
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -25,7 +25,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 @dataclass(slots=True)
 class SamplingColumns:
-    """How each of B rows is sampled: a ``top_k`` of 0 is no limit; ``step_B`` counts the tokens sampled so far."""
+    """How each of B rows is sampled. A ``top_k`` of 0 means no limit. ``step_B`` counts the tokens sampled so far."""
 
     temperature_B: Tensor
     top_p_B: Tensor
@@ -35,7 +35,7 @@ class SamplingColumns:
     step_B: Tensor
 
     def in_c(self) -> CSampling:
-        """Pointers to these columns, which have to be contiguous, and to outlive the call of C."""
+        """Pointers to these columns, which must be contiguous and outlive the C call."""
         given = (self.temperature_B, self.top_p_B, self.min_p_B, self.top_k_B, self.seed_B, self.step_B)
         return CSampling(*(one.data_ptr() for one in given))
 
@@ -44,7 +44,7 @@ class SamplingColumns:
 
 
 def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, step): splitmix64, whose 64-bit arithmetic wraps the same on every device.
+    """One number in [0, 1) for each (seed, step), by splitmix64. 64-bit arithmetic wraps the same on every device.
 
     >>> a = uniforms(torch.tensor([7, 7]), torch.tensor([0, 1])); bool(a[0] != a[1])
     True
@@ -57,18 +57,18 @@ def uniforms(seed_B: Tensor, step_B: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: zeros are shifted in, not the sign bit."""
+    """Logical shift to the right: shifts in zeros, not the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def sample(
     logits_BV: Tensor, columns: SamplingColumns, *, truncates: bool, is_plain: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Token ids, their logprobs under the distribution they were drawn from, and under the raw one.
+    """Token ids, their logprobs under the sampling distribution, and their logprobs under the raw distribution.
 
-    Without ``truncates`` the columns of top-p, top-k and min-p are ignored, on any device. A temperature of 0 takes the
-    likeliest token; its logprob is then the raw one. ``is_plain`` says that every temperature is 1 and nothing is
-    truncated: then both logprobs are the same.
+    Without ``truncates``, the columns of top-p, top-k and min-p are ignored, on any device. A temperature of 0 takes
+    the likeliest token and reports its raw logprob. ``is_plain`` means that every temperature is 1 and nothing is
+    truncated, so both logprobs are the same.
     """
     logits_BV = logits_BV.float()
     if logits_BV.device.type == "cpu" and decode_functions() is not None:
@@ -93,7 +93,7 @@ def sample(
 
 
 def log_softmax(logits_NV: Tensor) -> Tensor:
-    """In float32. PyTorch's own sums a row sequentially on a CPU, which is off by 1e-5 over a large vocabulary."""
+    """In float32. PyTorch's own sums sequentially on the CPU, with an error of 1e-5 over a large vocabulary."""
     logits_NV = logits_NV.float()
     return logits_NV - torch.logsumexp(logits_NV, -1, keepdim=True)
 
@@ -115,18 +115,18 @@ def _drawn_in_c(logits_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Te
 
 
 def _draw(probs_BV: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-    """A token of each row by its probabilities, which need not sum to 1, and their sum."""
+    """Draw a token of each row; returns it and the sum of the row's probabilities, which need not be 1."""
     cdf_BV = probs_BV.cumsum(-1)
     mass_B = cdf_BV[:, -1]
-    # Stay below the total in spite of rounding: the last token may have probability 0.
+    # Stay below the total despite rounding, because the last token may have probability 0.
     below_B = torch.nextafter(mass_B, torch.zeros_like(mass_B))
     target_B = torch.minimum(uniforms(columns.seed_B, columns.step_B) * mass_B, below_B)
     token_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True)[:, 0]
-    return token_B.clamp_(max=probs_BV.shape[1] - 1), mass_B  # NaN ends up here, and its logprob says so
+    return token_B.clamp_(max=probs_BV.shape[1] - 1), mass_B  # a row with NaN is clamped here; its logprob is NaN
 
 
 def truncate(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """Zero the tokens that top-k, top-p and min-p exclude. Ties with the last token kept are kept too."""
+    """Zero the tokens that top-k, top-p and min-p exclude. Tokens that tie with the last one kept are kept too."""
     columns = replace(columns, top_k_B=torch.where(columns.top_k_B > 0, columns.top_k_B, NO_LIMIT))
     find_floor = _floor_among_likeliest if probs_BV.device.type == "cpu" else _floor_by_bisection
     floor_B = torch.maximum(find_floor(probs_BV, columns), columns.min_p_B * probs_BV.amax(-1))
@@ -134,14 +134,14 @@ def truncate(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _floor_by_bisection(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """The lowest probability that top-k and top-p keep, by a fixed number of passes instead of a sort.
+    """The lowest probability that top-k and top-p keep, found in a fixed number of passes instead of a sort.
 
-    It bisects the bit patterns of the floats, which are ordered as the floats are: the answer is exact.
+    Bisects the bit patterns of the floats, which have the same order as the floats, so the result is exact.
     """
     top_B = probs_BV.amax(-1)
     low_B = torch.zeros_like(top_B, dtype=torch.int32)
     high_B = top_B.view(torch.int32) + 1
-    share_B = torch.where(columns.top_p_B < 1, columns.top_p_B, torch.inf)  # a sum may round to 1 before the last token
+    share_B = torch.where(columns.top_p_B < 1, columns.top_p_B, torch.inf)  # else a sum may round to 1 too early
     for _ in range(_BISECTIONS):
         middle_B = low_B + (high_B - low_B) // 2
         kept_BV = probs_BV >= middle_B.view(torch.float32)[:, None]
@@ -152,7 +152,7 @@ def _floor_by_bisection(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _floor_among_likeliest(probs_BV: Tensor, columns: SamplingColumns) -> Tensor:
-    """The same from a top-k of the likeliest tokens, ten times faster on a CPU; rows that need more are bisected."""
+    """Like `_floor_by_bisection`, but from the likeliest tokens: ten times faster on a CPU. Bisects other rows."""
     vocabulary = probs_BV.shape[1]
     likeliest_BN = probs_BV.topk(min(_LIKELIEST, vocabulary)).values
     count_N = torch.arange(1, likeliest_BN.shape[1] + 1)

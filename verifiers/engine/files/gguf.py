@@ -1,7 +1,7 @@
-"""A GGUF file → its metadata, and its tensors as float32 arrays, by numpy and a memory map.
+"""Read the metadata and the tensors (as float32 arrays) of a GGUF file, with numpy and a memory map.
 
-Every length in the file is checked against the bytes that are left before anything is read or allocated: a truncated or
-hostile file is a ``ValueError`` that names it.
+Every length in the file is checked against the remaining bytes before anything is read or allocated. A truncated or
+hostile file raises a ``ValueError`` that names it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file; ``shape`` is in torch's order, ``offset`` in bytes from the start of the file."""
+    """A tensor of the file. ``shape`` is in torch's order; ``offset`` is in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,10 +45,7 @@ class TensorInfo:
 
 
 class GGUF:
-    """An open GGUF file: ``metadata``, ``tensors``, and ``read(name)``.
-
-    Close it, or use it in a ``with`` block.
-    """
+    """An open GGUF file: ``metadata``, ``tensors``, and ``read(name)``. Close it, or use it in a ``with`` block."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -71,7 +68,7 @@ class GGUF:
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-            raise ValueError(f"{self.path} has an alignment of {alignment!r} bytes, which cannot be")
+            raise ValueError(f"{self.path} has an invalid alignment of {alignment!r} bytes")
         return alignment
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -91,7 +88,7 @@ class GGUF:
 
 
 class _Cursor:
-    """A read position in the file, which never moves past its end."""
+    """A read position that never moves past the end of the file."""
 
     def __init__(self, buffer: mmap.mmap, path: Path) -> None:
         self.buffer = buffer
@@ -106,7 +103,7 @@ class _Cursor:
         """Advance by ``n`` bytes; returns the position before."""
         start = self.at
         if n > self.size - start:
-            raise self.corrupt(f"{what} takes {n:,} bytes at byte {start:,}, and the file has {self.size:,}")
+            raise self.corrupt(f"{what} takes {n:,} bytes at byte {start:,}, but the file has only {self.size:,}")
         self.at = start + n
         return start
 
@@ -123,7 +120,7 @@ class _Cursor:
         """Read a number of elements that take at least ``smallest`` bytes each."""
         n = self.u64(f"the number of {what}")
         if n * smallest > self.size - self.at:
-            raise self.corrupt(f"it announces {n:,} {what} in {self.size:,} bytes")
+            raise self.corrupt(f"it declares {n:,} {what}, but has only {self.size:,} bytes")
         return n
 
     def text(self, what: str) -> str:
@@ -167,7 +164,7 @@ def _read_version(cursor: _Cursor) -> int:
     version = cursor.u32("the version")
     if version not in VERSIONS:
         hint = " (a big-endian file)" if version & 0xFFFF == 0 else ""
-        raise ValueError(f"{cursor.path} has GGUF version {version}{hint}; versions 2 and 3 are read")
+        raise ValueError(f"{cursor.path} has GGUF version {version}{hint}; versions 2 and 3 are supported")
     return version
 
 
@@ -176,13 +173,13 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = cursor.text("a metadata key")
         if key in metadata:
-            raise cursor.corrupt(f"it has the metadata key {_short(key)} twice")
+            raise cursor.corrupt(f"the metadata key {_short(key)} appears twice")
         metadata[key] = cursor.value(cursor.u32(f"the type of {_short(key)}"), _short(key))
     return metadata
 
 
 def _short(name: str) -> str:
-    """A name for an error message; a corrupt one may have any length."""
+    """A name for an error message, shortened because a corrupt name may have any length."""
     return repr(name if len(name) <= 80 else f"{name[:80]}…")
 
 
@@ -201,12 +198,12 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
     tensors: dict[str, TensorInfo] = {}
     for name, shape, number, place in found:
         if name in tensors:
-            raise cursor.corrupt(f"it has the tensor {_short(name)} twice")
+            raise cursor.corrupt(f"the tensor {_short(name)} appears twice")
         tensors[name] = TensorInfo(name, shape, kind_of(number, f"{cursor.path}: tensor {_short(name)}"), base + place)
         _check_place(cursor, tensors[name])
     total = sum(info.kind.size_bytes(info.count) for info in tensors.values())
     if total > cursor.size:
-        raise cursor.corrupt(f"its tensors overlap, {total:,} bytes of them in {cursor.size:,}")
+        raise cursor.corrupt(f"its tensors overlap: they have {total:,} bytes, and the file has {cursor.size:,}")
     return tensors
 
 
@@ -215,6 +212,6 @@ def _check_place(cursor: _Cursor, info: TensorInfo) -> None:
     if not info.count:
         raise cursor.corrupt(f"{tensor} has the shape {info.shape}")
     if width % kind.block:
-        raise cursor.corrupt(f"{tensor} has rows of {width:,} weights, and {kind.name} stores them by {kind.block}")
+        raise cursor.corrupt(f"{tensor} has rows of {width:,} weights, but {kind.name} has blocks of {kind.block}")
     if (end := info.offset + kind.size_bytes(info.count)) > cursor.size:
-        raise cursor.corrupt(f"{tensor} ends at byte {end:,}, and the file has {cursor.size:,}")
+        raise cursor.corrupt(f"{tensor} ends at byte {end:,}, but the file has only {cursor.size:,}")

@@ -1,7 +1,7 @@
-"""The metadata and tensors of a GGUF file → a transformers configuration and state dict, for the Llama family.
+"""Convert a GGUF file of the Llama family to a transformers configuration and state dict.
 
-The expected tensors are those of the transformers model that the metadata describe: a file with others is refused
-before any of its weights are read.
+The expected tensors are those of the transformers model that the metadata describe. A file with other tensors is
+refused before any weights are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verifiers.engine.files.gguf import GGUF
 if TYPE_CHECKING:
     import torch
 
-# Names of modules: in transformers → in the file.
+# Module names: transformers → GGUF.
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_A_LAYER = {
     "input_layernorm": "attn_norm",
@@ -42,15 +42,15 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 class _Metadata:
-    """The metadata of one file, by keys without the name of the architecture."""
+    """The metadata of one file, by keys without the architecture's prefix."""
 
     def __init__(self, file: GGUF) -> None:
         self.file = file
         self.architecture = str(file.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
-                f"{file.path} holds a model of the architecture {self.architecture!r}; GGUF files of "
-                f"{', '.join(ARCHITECTURES)} are read: take the model's safetensors instead"
+                f"{file.path} has the architecture {self.architecture!r}; GGUF files are supported for "
+                f"{', '.join(ARCHITECTURES)}. Use the model's safetensors instead"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -65,12 +65,12 @@ class _Metadata:
     def _positive(self, key: str, default: Any, kinds: Any) -> Any:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            raise ValueError(f"{self.file.path} has {self.architecture}.{key} = {value!r}; a positive number is needed")
+            raise ValueError(f"{self.file.path} has {self.architecture}.{key} = {value!r}; it needs a positive number")
         return value
 
 
 def model_of(file: GGUF, *, dtype: torch.dtype, **options: Any) -> Any:
-    """The model in the file, in eval mode on the CPU; it can be trained and saved like any other."""
+    """The model in the file, in eval mode on the CPU. It can be trained and saved like any other model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, state = config_of(file), state_of(file)
@@ -81,7 +81,7 @@ def model_of(file: GGUF, *, dtype: torch.dtype, **options: Any) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without progress bars of transformers."""
+    """Disable the progress bars of transformers within this block."""
     from transformers.utils import logging as chatter
 
     was_on = chatter.is_progress_bar_enabled()
@@ -97,7 +97,7 @@ def quietly() -> Iterator[None]:
 
 
 def config_of(file: GGUF) -> Any:
-    """The transformers configuration of the model in the file; all its tensors are checked against it."""
+    """The transformers configuration of the model in the file. Checks all tensors against it."""
     from transformers import AutoConfig
 
     metadata = _Metadata(file)
@@ -121,18 +121,18 @@ def config_of(file: GGUF) -> Any:
 
 def _sizes(file: GGUF, metadata: _Metadata) -> dict[str, int]:
     if metadata.get("expert_count"):
-        raise ValueError(f"{file.path} is a mixture of experts, which is not read from GGUF")
+        raise ValueError(f"{file.path} is a mixture of experts, which is not supported as GGUF")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise ValueError(f"{file.path} has no tensor 'token_embd.weight': it holds no whole language model")
+        raise ValueError(f"{file.path} has no tensor 'token_embd.weight': it is not a complete language model")
     width, heads, layers = map(metadata.count, ("embedding_length", "attention.head_count", "block_count"))
     if layers > len(file.tensors):
         raise ValueError(f"{file.path} is corrupt: {layers:,} layers, but {len(file.tensors):,} tensors")
     head_dim = metadata.count("attention.key_length", metadata.get("rope.dimension_count") or width // heads)
     if metadata.get("rope.dimension_count", head_dim) != head_dim:
-        raise ValueError(f"{file.path} turns only a part of each head's dimensions, which is not read from GGUF")
+        raise ValueError(f"{file.path} applies RoPE to only a part of each head, which is not supported as GGUF")
     if metadata.architecture == "qwen2" and head_dim * heads != width:
-        raise ValueError(f"{file.path}: {heads} heads of {head_dim} do not make a width of {width}")
+        raise ValueError(f"{file.path}: {heads} heads of {head_dim} dimensions do not match a width of {width}")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
@@ -149,8 +149,8 @@ def _check_tensors(file: GGUF, described: Callable[[], Any]) -> None:
     try:
         config = described()
         shapes = {_name_of(key): shape for key, shape in _shapes(config).items()}
-    except Exception as error:  # foreign code, given sizes that may be those of no model
-        raise ValueError(f"{file.path} is corrupt: its metadata describe no model: {error}") from error
+    except Exception as error:  # foreign code, called with sizes that may be invalid
+        raise ValueError(f"{file.path} is corrupt: its metadata do not describe a valid model: {error}") from error
     if _ROPE_TABLE in file.tensors:
         shapes[_ROPE_TABLE] = (config.head_dim // 2,)
     if unknown := sorted(file.tensors.keys() - shapes.keys()):
@@ -162,11 +162,11 @@ def _check_tensors(file: GGUF, described: Callable[[], Any]) -> None:
         if info is None:
             raise ValueError(f"{file.path} lacks the tensor {name!r}")
         if info.shape != shape:
-            raise ValueError(f"{file.path}: tensor {name!r} has the shape {info.shape}; its metadata ask for {shape}")
+            raise ValueError(f"{file.path}: tensor {name!r} has the shape {info.shape}; its metadata require {shape}")
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that a configuration describes, from one layer on the meta device."""
+    """The shapes of a configuration's parameters, derived from a model with one layer on the meta device."""
     from verifiers.engine.plan import on_meta
 
     of_one_layer = copy.deepcopy(config)
@@ -187,18 +187,18 @@ def _rope(file: GGUF, metadata: _Metadata, head_dim: int) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": base}
     if scaling == "linear":
         return {"rope_type": "linear", "rope_theta": base, "factor": metadata.real("rope.scaling.factor")}
-    raise ValueError(f"{file.path} scales its positions by {scaling!r}, which is not read from GGUF")
+    raise ValueError(f"{file.path} uses the RoPE scaling {scaling!r}, which is not supported as GGUF")
 
 
 def _llama3_rope(file: GGUF, base: float, head_dim: int) -> dict[str, Any]:
-    """The published scaling of Llama 3 that matches the file's table of factors; a GGUF has only the table."""
+    """The published RoPE scaling of Llama 3 that matches the file's table of factors. A GGUF has only the table."""
     table = file.read(_ROPE_TABLE)
     for factor in (8.0, 32.0):
         rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if np.allclose(table, _llama3_factors(base, head_dim, factor), rtol=1e-4):
             return rope
-    raise ValueError(f"{file.path} scales its positions by a table ({_ROPE_TABLE}) that is none of Llama 3's")
+    raise ValueError(f"{file.path} has a table of RoPE factors ({_ROPE_TABLE}) that does not match any Llama 3 model")
 
 
 def _llama3_factors(base: float, head_dim: int, factor: float) -> NDArray[np.float64]:
@@ -211,7 +211,7 @@ def _llama3_factors(base: float, head_dim: int, factor: float) -> NDArray[np.flo
 
 
 def state_of(file: GGUF) -> dict[str, torch.Tensor]:
-    """The float32 weights under the names that transformers gives them."""
+    """The float32 weights, under the names used in transformers."""
     import torch
 
     config, state = config_of(file), {}
@@ -225,7 +225,7 @@ def state_of(file: GGUF) -> dict[str, torch.Tensor]:
 
 
 def _name_of(key: str) -> str:
-    """The name in the file of a parameter of transformers.
+    """The GGUF name of a parameter of transformers.
 
     >>> _name_of("model.layers.3.self_attn.q_proj.weight"), _name_of("model.norm.weight")
     ('blk.3.attn_q.weight', 'output_norm.weight')
@@ -238,6 +238,6 @@ def _name_of(key: str) -> str:
 
 
 def _unpermute(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """RoPE rotates neighbouring dimensions of a head in llama.cpp, its two halves in transformers: reorder the rows."""
+    """Reorder rows for RoPE: llama.cpp pairs adjacent dimensions of a head, transformers pairs its two halves."""
     pairs = weights.reshape(heads, weights.shape[0] // heads // 2, 2, *weights.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)

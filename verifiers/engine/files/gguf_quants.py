@@ -1,4 +1,4 @@
-"""Blocks of quantised weights → float32, by ggml's formulas: bit for bit the values that llama.cpp computes with."""
+"""Dequantise blocks of weights to float32 with ggml's formulas; bitwise equal to the values in llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A storage format: ``layout`` is one block of ``block`` weights."""
+    """A storage format. ``layout`` describes one block of ``block`` weights."""
 
     name: str
     block: int
@@ -68,7 +68,7 @@ def _q5_1(blocks: NDArray[Any]) -> Floats:
 
 
 def _six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Eight scales and eight minima of 6 bits each, out of 12 bytes."""
+    """Unpack eight scales and eight minima of 6 bits each from 12 bytes."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], 1)
     minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], 1)
@@ -76,7 +76,7 @@ def _six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArr
 
 
 def _scaled_k(blocks: NDArray[Any], values: NDArray[Any]) -> Floats:
-    """``values`` is [blocks, 8, 32]; each group of 32 has a scale and a minimum."""
+    """``values`` is [blocks, 8, 32]. Each group of 32 has a scale and a minimum."""
     scales, minima = _six_bit_scales(blocks["scales"])
     steps = (_column(blocks, "d") * _f32(scales))[:, :, None]
     offsets = (_column(blocks, "dmin") * _f32(minima))[:, :, None]
@@ -129,7 +129,7 @@ UNREAD = {
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
     27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-"""Types that exist and are not read here, so that the error can name them."""
+"""Types that are not supported, so that the error message can name them."""
 
 
 def kind_of(number: int, tensor: str) -> Kind:
@@ -139,4 +139,4 @@ def kind_of(number: int, tensor: str) -> Kind:
         return kind
     name = UNREAD.get(number, f"number {number}")
     readable = ", ".join(kind.name for kind in KINDS.values())
-    raise ValueError(f"{tensor} is stored as {name}, which is not supported; supported are {readable}")
+    raise ValueError(f"{tensor} is stored as {name}, which is not supported; the supported types are {readable}")

@@ -1,4 +1,4 @@
-"""The tokenizer metadata of a GGUF file → a fast tokenizer of transformers with the same ids as llama.cpp's."""
+"""Build a fast transformers tokenizer from the metadata of a GGUF file, with the same ids as llama.cpp's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# Pre-tokenizers, by their names in llama.cpp.
+# Pre-tokenizers by their llama.cpp names.
 _PATTERNS = {"llama-bpe": _LLAMA3, "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")}
-_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact")  # each digit is split off, then as GPT-2
+_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact")  # split off each digit, then continue as GPT-2
 _KNOWN = ("gpt-2", *_DIGIT_BY_DIGIT, *_PATTERNS)
-_CONTROL, _USER_DEFINED = 3, 4  # token types; tokens of others are made of merges
+_CONTROL, _USER_DEFINED = 3, 4  # token types; tokens of other types are produced by merges
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def tokenizer_of(file: GGUF) -> Any:
-    """The tokenizer of the model in the file, with its special tokens and chat template; it can be saved."""
+    """The tokenizer of the model in the file, with its special tokens and chat template. It can be saved."""
     from transformers import PreTrainedTokenizerFast
 
     tokens = _tokens(file)
@@ -40,7 +40,7 @@ def tokenizer_of(file: GGUF) -> Any:
 def _special(file: GGUF, key: str, tokens: list[str]) -> int | None:
     number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     if number is not None and not (isinstance(number, int) and 0 <= number < len(tokens)):
-        raise ValueError(f"{file.path}: the {key} token is number {number!r} of {len(tokens):,} tokens")
+        raise ValueError(f"{file.path}: the {key} token has the id {number!r}, but there are {len(tokens):,} tokens")
     return number
 
 
@@ -48,7 +48,7 @@ def _list(file: GGUF, key: str, kind: type) -> list[Any]:
     values = file.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise ValueError(
-            f"{file.path} has no tokenizer, or a corrupt one: tokenizer.ggml.{key} is no list of {kind.__name__}"
+            f"{file.path} has no tokenizer, or a corrupt one: tokenizer.ggml.{key} is not a list of {kind.__name__}"
         )
     return values
 
@@ -57,8 +57,8 @@ def _tokens(file: GGUF) -> list[str]:
     model = file.metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise ValueError(
-            f"{file.path} has a tokenizer of the type {model!r}; 'gpt2' (byte-level BPE) is read from GGUF: take the "
-            "model's own folder with its tokenizer.json instead"
+            f"{file.path} has a tokenizer of the type {model!r}; only 'gpt2' (byte-level BPE) is supported as GGUF: "
+            "use the model's folder with its tokenizer.json instead"
         )
     tokens = _list(file, "tokens", str)
     if len(set(tokens)) != len(tokens):
@@ -75,14 +75,15 @@ def _core(file: GGUF, tokens: list[str]) -> Any:
     name = str(file.metadata.get("tokenizer.ggml.pre"))
     if name not in _KNOWN:
         raise ValueError(
-            f"{file.path} splits text by the rule {name!r}, which is not known here; known are {', '.join(_KNOWN)}"
+            f"{file.path} has the pre-tokenizer {name!r}, which is not supported; the supported ones are "
+            f"{', '.join(_KNOWN)}"
         )
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = []
     for merge in _list(file, "merges", str):
         left, _, right = merge.partition(" ")
         if not (left in vocab and right in vocab and left + right in vocab):
-            raise ValueError(f"{file.path} is corrupt: its tokenizer merges {merge!r}, which are no tokens of it")
+            raise ValueError(f"{file.path} is corrupt: its tokenizer merges {merge!r}, which are not all tokens")
         merges.append((left, right))
     is_llama3 = name == "llama-bpe"
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
@@ -104,7 +105,7 @@ def _of(tokens: list[str], types: list[int], wanted: int) -> list[str]:
 
 
 def _post_processor(file: GGUF, tokens: list[str], *, adds_bos: bool) -> Any:
-    """ByteLevel's offsets, and the BOS and EOS tokens that are added to every text."""
+    """Byte-level offsets, and the BOS and EOS tokens that are added to every text."""
     from tokenizers import processors
 
     byte_level = processors.ByteLevel(trim_offsets=True)

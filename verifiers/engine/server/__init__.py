@@ -1,1 +1,1 @@
-"""The server: HTTP endpoints in the words of OpenAI, over a local model."""
+"""The server: OpenAI-compatible HTTP endpoints over a local model."""

@@ -1,4 +1,4 @@
-"""A local model → the aiohttp application of its server: access, routes, errors, models, health and metrics."""
+"""The aiohttp application of a local model's server: access, routes, errors, models, health and metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from verifiers.engine.server.weights import WeightEndpoints
 
 logger = logging.getLogger("verifiers.engine")
 
-MOST_BYTES = 8 << 20  # of a request's body: ten times a context of 128,000 tokens
+MOST_BYTES = 8 << 20  # maximum size of a request body: ten times a context of 128,000 tokens
 
 
 class ServedModel:
-    """The endpoints of one model; `app` is what aiohttp runs."""
+    """The endpoints of one model. `app` creates the aiohttp application."""
 
     def __init__(
         self, model: LocalModel, *, api_key: str | None = None, host: str = "127.0.0.1", allow_hosts: Sequence[str] = ()
@@ -66,7 +66,7 @@ class ServedModel:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        http = request  # the name that aiohttp gives it
+        http = request  # aiohttp requires the parameter name `request`
         if found := refusal(http, api_key=self.api_key, host=self.host, allow_hosts=self.allow_hosts):
             return error_reply(http, found.status, "invalid_request_error", found.code, found.message)
         try:
@@ -118,12 +118,12 @@ class ServedModel:
             ("completions_total", "counter", "Prompts answered.", counts["done"]),
             ("refused_full_total", "counter", "Requests refused because the queue was full.", counts["queue_full"]),
             ("prompt_tokens_total", "counter", "Tokens of prompts.", counts["prompt_tokens"]),
-            ("prompt_tokens_cached_total", "counter", "Tokens of prompts found in the cache.", counts["cached_tokens"]),
+            ("prompt_tokens_cached_total", "counter", "Prompt tokens found in the cache.", counts["cached_tokens"]),
             ("completion_tokens_total", "counter", "Tokens of replies.", counts["completion_tokens"]),
             ("engine_steps_total", "counter", "Decode steps.", engine.steps),
             ("engine_tokens_total", "counter", "Tokens sampled.", engine.tokens),
-            ("requests_running", "gauge", "Requests with a row.", len(engine.running)),
-            ("requests_waiting", "gauge", "Requests without one.", len(engine.waiting) + waiting),
+            ("requests_running", "gauge", "Requests that are decoding.", len(engine.running)),
+            ("requests_waiting", "gauge", "Requests that are waiting.", len(engine.waiting) + waiting),
             ("rows", "gauge", "Requests that can run at once.", engine.rows),
         ]
         lines = [

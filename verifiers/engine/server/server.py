@@ -1,6 +1,6 @@
-"""A local model → an OpenAI-compatible server, in a thread of its own or until the process is interrupted.
+"""Serve a local model over HTTP (OpenAI-compatible), in a thread or until the process is interrupted.
 
-It listens on this machine only unless another host is given.
+By default the server listens on this machine only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger("verifiers.engine")
 
 
 class LocalServer(ServerThread):
-    """A server in a thread of its own, while the block lasts: ``with LocalServer(model) as server: server.url``.
+    """A server that runs in a thread within a ``with`` block: ``with LocalServer(model) as server: server.url``.
 
-    It answers to addresses, to ``localhost`` and to the names in ``allow_hosts``. To listen beyond this machine without
-    an ``api_key`` it takes ``insecure=True``.
+    It accepts requests whose host is an IP address, ``localhost``, or a name in ``allow_hosts``. To listen beyond this
+    machine without an ``api_key``, pass ``insecure=True``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LocalServer(ServerThread):
 
     @property
     def url(self) -> str:
-        """The base URL for OpenAI clients; at `root` are `/health`, `/metrics` and `/update_weights`."""
+        """The base URL for OpenAI clients. `/health`, `/metrics` and `/update_weights` are below `root`."""
         return f"{self.root}/v1"
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class LocalServer(ServerThread):
         super().start()
 
     def make_runner(self) -> web.AppRunner:
-        # Cancelling the handler when its client hangs up is what frees the row.
+        # When a client disconnects, its handler is cancelled, which frees the row.
         return web.AppRunner(self.served.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
 
 
@@ -67,7 +67,7 @@ def serve(
     insecure: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until the process is interrupted; ``on_ready`` gets the base URL once it listens."""
+    """Serve until the process is interrupted. Calls ``on_ready`` with the base URL once the server listens."""
     with LocalServer(
         model, host=host, port=port, api_key=api_key, allow_hosts=allow_hosts, insecure=insecure
     ) as server:

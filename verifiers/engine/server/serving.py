@@ -1,4 +1,4 @@
-"""A local model behind its endpoints: requests take turns by client, and are counted."""
+"""What the endpoints of a local model share: taking turns by client, and counting requests and tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from verifiers.engine.text.prompts import SHORT_CHARS
 from verifiers.engine.text.streams import ReplyStream
 from verifiers.types import MessageType
 
-WORK_BYTES = 64 << 10  # of a request's body count as much as one reply
-QUEUED = 2  # replies submitted at once, in multiples of the engine's rows: enough to keep it busy
+WORK_BYTES = 64 << 10  # this many bytes of a request body cost as much as one reply
+QUEUED = 2  # replies submitted at once, in multiples of the engine's rows; enough to keep it busy
 
 
 class Serving:
-    """What every endpoint shares."""
+    """The state that all endpoints share."""
 
     def __init__(self, model: LocalModel) -> None:
         self.model = model
@@ -39,9 +39,9 @@ class Serving:
         return 0 if self._shares is None else self._shares.waiting
 
     def check_model(self, name: Any) -> None:
-        """A request may name the model as it is served, or not at all."""
+        """Refuse a request that names another model. It may also name none."""
         if name not in (None, "", self.name):
-            raise UnknownModelError(f"the model {name!r:.200} is not served here; {self.name!r} is")
+            raise UnknownModelError(f"the model {name!r:.200} is not served here; this server has {self.name!r}")
 
     def request(
         self, prompt: Any, sampling: Mapping[str, Any], *, tools: Any = None, message_type: MessageType = "chat"
@@ -50,17 +50,17 @@ class Serving:
 
     @asynccontextmanager
     async def turn(self, http: web.Request, replies: int = 1) -> AsyncIterator[None]:
-        """Wait for this client's turn: a request costs its number of replies, and a long one its bytes too."""
+        """Wait for this client's turn. A request costs its number of replies, plus its size if it is long."""
         self.counts["requests"] += 1
         engine = (await self.model.ready()).engine
         if self._shares is None:
             self._shares = Shares(QUEUED * engine.rows, most_waiting=engine.max_waiting)
-        client = http.remote, key_of(http)  # by the key too: several clients may share an address
+        client = http.remote, key_of(http)  # the key too, because several clients may share an address
         async with self._shares.turn(client, replies + (http.content_length or 0) // WORK_BYTES):
             yield
 
     async def complete(self, http: web.Request, request: Request) -> Completion:
-        """The reply to a request; a long one is tokenized in a thread."""
+        """The reply to a request. A long request is tokenized in a thread."""
         is_long = (http.content_length or 0) > SHORT_CHARS
         completion = await (self.model.complete_in_thread if is_long else self.model.complete)(request)
         completion.raw["model"] = self.name
@@ -81,7 +81,7 @@ class Serving:
 
 
 def served_name(name: str) -> str:
-    """The name of a model for clients: of a path, only its last part.
+    """The name of a model for clients: only the last part of a path.
 
     >>> served_name("/home/me/policy-step-100"), served_name("weights/policy.gguf"), served_name("Qwen/Qwen3-0.6B")
     ('policy-step-100', 'policy', 'Qwen/Qwen3-0.6B')

@@ -1,4 +1,4 @@
-"""Requests of many clients → a few at a time, the clients in turn (round robin): none is delayed by one with many."""
+"""Admit the requests of many clients round robin, so that a client with many requests does not delay the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.engine.engine import EngineFullError
 
 
 class Shares:
-    """Admits work of a total cost of ``room`` at once, clients in turn, the requests of each in order."""
+    """Admits work of a total cost of ``room`` at once. Clients take turns; each client's requests stay in order."""
 
     def __init__(self, room: int, *, most_waiting: int) -> None:
         self.room = room
@@ -25,7 +25,7 @@ class Shares:
 
     @asynccontextmanager
     async def turn(self, client: Hashable, cost: int) -> AsyncIterator[None]:
-        """Wait for the client's turn, and take ``cost`` of the room until the block ends."""
+        """Wait for the client's turn, and occupy ``cost`` of the room until the block ends."""
         cost = max(1, min(cost, self.room))
         if self._waiting or cost > self._free:
             await self._wait(client, cost)
@@ -42,20 +42,20 @@ class Shares:
         if len(queue) >= self.most_waiting // len(self._waiting):
             if not queue:
                 del self._waiting[client]
-            raise EngineFullError(f"{len(queue)} requests of yours are waiting already; try again in a moment")
+            raise EngineFullError(f"{len(queue)} of your requests are already waiting; try again in a moment")
         let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.append((cost, let_in))
         try:
             await let_in
         except asyncio.CancelledError:
-            if let_in.done() and not let_in.cancelled():  # let in and cancelled at the same moment
+            if let_in.done() and not let_in.cancelled():  # admitted and cancelled at the same moment
                 self._free += cost
             let_in.cancel()
             self._let_in()
             raise
 
     def _let_in(self) -> None:
-        """Admit the next requests, one a client in turn; if one does not fit, all wait until it does."""
+        """Admit the next requests, one per client in turn. If one does not fit, all wait until it does."""
         while self._waiting:
             client, queue = next(iter(self._waiting.items()))
             while queue and queue[0][1].done():  # its client hung up

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: texts and conversations ↔ token ids, as vLLM has them."""
+"""``/tokenize`` and ``/detokenize``, as in vLLM: texts and conversations ↔ token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenEndpoints:
         self._serving.check_model(body.pop("model", None))
         messages, text = body.pop("messages", None), body.pop("prompt", None)
         if isinstance(messages, list) == isinstance(text, str):
-            raise errors.RequestRefusedError("give 'prompt', a text, or 'messages', a list of messages")
+            raise errors.RequestRefusedError("pass either 'prompt' (a text) or 'messages' (a list of messages)")
         _check_names(body, _TEXT if messages is None else _CHAT)
         with_pieces = body.pop("return_token_strs", None) is True
         async with self._serving.turn(http):
@@ -57,7 +57,7 @@ class TokenEndpoints:
         _check_names(body, frozenset())
         loaded = await self._serving.model.ready()
         if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < loaded.vocabulary for one in ids):
-            raise errors.RequestRefusedError(f"'tokens' is a list of token ids, each below {loaded.vocabulary}")
+            raise errors.RequestRefusedError(f"'tokens' must be a list of token ids below {loaded.vocabulary}")
         async with self._serving.turn(http):
             text = await asyncio.to_thread(loaded.codec.decode, ids, special=True)
         return json_reply({"prompt": text})

@@ -1,4 +1,4 @@
-"""New weights for a served model, by the endpoints of vLLM's weight transfer: pause, receive the trainer's, resume."""
+"""Endpoints that update a served model's weights, as in vLLM's weight transfer: pause, receive, resume."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from verifiers.engine.local_model import LocalModel
 from verifiers.errors import RequestRefusedError, first_line
 from verifiers.kernels.devices import current
 
-JOIN_S = 60.0  # timeout of joining the trainer's group, and of each tensor
+JOIN_S = 60.0  # timeout for joining the trainer's group, and for each tensor
 RANK = 1
 
 Described = list[tuple[str, torch.dtype, list[int]]]
-"""The name, the type and the shape of tensors that a trainer is about to send."""
+"""Name, dtype and shape of each tensor that a trainer is about to send."""
 
 
 class WeightEndpoints:
     """The receiving end of a weight transfer, for one model.
 
-    What a trainer is about to send is checked against the model before the first tensor is received. An update may take
-    several calls, so the engine has to be paused until it is finished. One that breaks off in the middle leaves weights
-    of two versions: then `/resume` is refused until a whole update has come.
+    The description of the tensors is checked against the model before the first tensor is received. An update may take
+    several calls, so the engine must stay paused until the update is finished. An update that breaks off leaves weights
+    of two versions; `/resume` is then refused until a complete update has arrived.
     """
 
     def __init__(self, model: LocalModel) -> None:
         self._model = model
         self._guard = threading.Lock()
         self._channel: GlooChannel | NcclChannel | None = None
-        self._missing: set[str] | None = None  # parameters that the current update has not brought yet
-        self._has_begun = False  # some of them have come
-        self._is_torn = False
+        self._missing: set[str] | None = None  # parameters that have not arrived yet in the current update
+        self._has_begun = False  # some parameters of the current update have arrived
+        self._is_torn = False  # the weights are of two versions
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -63,7 +63,7 @@ class WeightEndpoints:
         ]
 
     async def close(self, _: web.Application) -> None:
-        """Leave the trainer's group, when the server ends."""
+        """Leave the trainer's group when the server ends."""
         self._shut()
 
     @property
@@ -75,7 +75,7 @@ class WeightEndpoints:
     async def _version(self, http: web.Request) -> web.Response:
         try:
             number = version("verifiers")
-        except PackageNotFoundError:  # run from a folder that was never installed
+        except PackageNotFoundError:  # run from a checkout that is not installed
             number = "0"
         return json_reply({"version": number, "server": "verifiers"})
 
@@ -95,30 +95,32 @@ class WeightEndpoints:
     async def _pause(self, http: web.Request) -> web.Response:
         mode = http.query.get("mode", "abort")
         if mode not in PAUSES:
-            raise RequestRefusedError(f"'mode' is one of {', '.join(PAUSES)}, not {mode!r:.100}")
+            raise RequestRefusedError(f"'mode' must be one of {', '.join(PAUSES)}, not {mode!r:.100}")
         await asyncio.to_thread(self._engine.pause, mode)
         return json_reply({"status": "paused"})
 
     def _resume(self) -> None:
-        """Sample again, unless the weights are not all of one version."""
+        """Resume sampling; refused if the weights are of two versions."""
         with self._guard:
             if self._is_torn:
-                raise RequestRefusedError("the weights are of two versions: a transfer broke off; send them whole")
+                raise RequestRefusedError(
+                    "the weights are of two versions, because a transfer broke off: send all of them again"
+                )
             if self._has_begun:
-                raise RequestRefusedError("an update is under way: POST /finish_weight_update first")
+                raise RequestRefusedError("an update is in progress: POST /finish_weight_update first")
             self._engine.resume()
 
     async def _name(self, http: web.Request) -> web.Response:
         name = (await read_body(http)).get("new_version")
         if not isinstance(name, str):
-            raise RequestRefusedError("'new_version' is missing: a text")
+            raise RequestRefusedError("'new_version' is missing or not a text")
         await asyncio.to_thread(self._engine.name_weights, name)
         return json_reply({"success": True, "new_version": name})
 
     # --- a transfer -----------------------------------------------------------------------------------------------
 
     def _open(self, body: dict[str, Any]) -> None:
-        """Join the trainer's group, and leave the one before."""
+        """Leave the previous group and join the trainer's."""
         init = _object(body, "init_info")
         _check_init(init)
         with self._guard:
@@ -127,7 +129,7 @@ class WeightEndpoints:
                 with current(self._engine.device):
                     self._channel = opened(init, rank=RANK, timeout_s=JOIN_S)
             except (RuntimeError, ValueError, TypeError, OSError) as error:
-                raise RequestRefusedError(f"the trainer's group was not joined: {first_line(error)}") from error
+                raise RequestRefusedError(f"could not join the trainer's group: {first_line(error)}") from error
 
     def _shut(self) -> None:
         with self._guard:
@@ -140,20 +142,20 @@ class WeightEndpoints:
             channel.close()
 
     def _drop_update(self) -> None:
-        """Give up the current update; if some of its tensors have come, the weights are of two versions."""
+        """Give up the current update. If only some of its tensors have arrived, the weights are of two versions."""
         self._is_torn |= bool(self._missing) and self._has_begun
         self._missing, self._has_begun = None, False
 
     def _check_paused(self) -> None:
         if not self._engine.is_paused:
             raise RequestRefusedError(
-                "this server is sampling, and would mix the weights of two versions: POST /pause?mode=keep first"
+                "this server is sampling and would mix the weights of two versions: POST /pause?mode=keep first"
             )
 
     def _start(self) -> None:
         with self._guard:
             if self._channel is None:
-                raise RequestRefusedError("no trainer is known here: POST /init_weight_transfer_engine first")
+                raise RequestRefusedError("no trainer is connected: POST /init_weight_transfer_engine first")
             self._check_paused()
             self._drop_update()
             self._missing = {name for name, _ in self._engine.model.named_parameters()}
@@ -164,19 +166,19 @@ class WeightEndpoints:
             return json_reply({"status": "ok", "tensors": await asyncio.to_thread(self._load, body["path"])})
         if "update_info" not in body:
             raise RequestRefusedError(
-                "give 'update_info', what a trainer sends, or 'path', a folder of safetensors on the server's machine"
+                "pass 'update_info', which describes a trainer's tensors, or 'path', a safetensors folder on the server"
             )
         count = await asyncio.to_thread(self._receive, _object(body, "update_info"))
         return json_reply({"message": "Weights updated", "tensors": count})
 
     def _load(self, path: Any) -> int:
-        """Load a folder of safetensors, whole or not at all; returns the number of tensors."""
+        """Load a folder of safetensors completely or not at all; returns the number of tensors."""
         if not isinstance(path, str) or not path:
-            raise RequestRefusedError("'path' is a folder of safetensors on the server's machine")
+            raise RequestRefusedError("'path' must be a folder of safetensors on the server's machine")
         try:
             count = self._model.update_weights(path)
         except (ValueError, OSError) as error:
-            raise RequestRefusedError(f"these weights were not loaded: {error}") from error
+            raise RequestRefusedError(f"the weights could not be loaded: {error}") from error
         self._is_torn = False
         return count
 
@@ -184,12 +186,12 @@ class WeightEndpoints:
         """Receive the tensors that ``update`` describes; returns how many."""
         with self._guard:
             if self._channel is None or self._missing is None:
-                raise RequestRefusedError("there is no update to be part of: POST /start_weight_update first")
+                raise RequestRefusedError("no update was started: POST /start_weight_update first")
             try:
                 self._check_paused()
                 described = self._described(update)
             except RequestRefusedError:
-                self._leave()  # the sender, which may be sending already, gets an error at once
+                self._leave()  # the sender may already be sending, and gets an error immediately
                 raise
             try:
                 self._take(self._channel, described)
@@ -204,17 +206,17 @@ class WeightEndpoints:
     def _described(self, update: dict[str, Any]) -> Described:
         columns = [update.get(name) for name in ("names", "dtype_names", "shapes")]
         if not all(isinstance(one, list) for one in columns) or len({len(one or ()) for one in columns}) != 1:
-            raise RequestRefusedError("'update_info' has names, dtype_names and shapes: three lists of one length")
+            raise RequestRefusedError("'update_info' must have names, dtype_names and shapes: lists of equal length")
         own = dict(self._engine.model.named_parameters())
         found = []
         for name, dtype_name, shape in zip(*columns, strict=True):
             if not isinstance(name, str) or not isinstance(shape, list):
                 raise RequestRefusedError(
-                    f"a tensor has a name and a list of sizes, not {name!r:.100} and {shape!r:.100}"
+                    f"a tensor needs a name and a list of sizes, not {name!r:.100} and {shape!r:.100}"
                 )
             dtype = getattr(torch, str(dtype_name), None)
             if not isinstance(dtype, torch.dtype):
-                raise RequestRefusedError(f"{name!r} has the dtype {dtype_name!r}, which PyTorch does not know")
+                raise RequestRefusedError(f"{name!r} has the dtype {dtype_name!r}, which PyTorch does not support")
             if name not in own:
                 raise RequestRefusedError(f"the sampler has another model: it has no parameter {name!r:.200}")
             if (have := list(own[name].shape)) != shape:
@@ -231,18 +233,18 @@ class WeightEndpoints:
                 own[name].copy_(tensor)
 
     def _finish(self, body: dict[str, Any]) -> None:
-        """End an update that is complete: name the weights, and drop the prefix cache of the old ones."""
+        """End a complete update: name the weights, and drop the prefix cache of the old ones."""
         name = body.get("weight_version")
         if name is not None and not isinstance(name, str):
-            raise RequestRefusedError(f"'weight_version' is a text, not {name!r:.100}")
+            raise RequestRefusedError(f"'weight_version' must be a text, not {name!r:.100}")
         with self._guard:
             if self._missing is None:
-                raise RequestRefusedError("there is no update to finish: POST /start_weight_update first")
+                raise RequestRefusedError("no update was started: POST /start_weight_update first")
             missing, self._missing, self._has_begun = sorted(self._missing), None, False
             if missing:
                 self._is_torn = True
                 raise RequestRefusedError(
-                    f"{len(missing)} parameters have not come, {missing[0]!r} the first; send them all"
+                    f"{len(missing)} parameters have not arrived, for example {missing[0]!r}; send all parameters"
                 )
             self._is_torn = False
             with self._engine.lock:
@@ -254,7 +256,7 @@ class WeightEndpoints:
 def _in_thread(
     work: Callable[..., None], *, reads: bool = False, **said: str
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler that does work in a thread, with the request's body if it ``reads`` that, and replies ``said``."""
+    """A handler that calls ``work`` in a thread, with the request's body if ``reads``, and replies with ``said``."""
 
     async def handle(http: web.Request) -> web.Response:
         body = [await read_body(http) if http.can_read_body else {}] if reads else []
@@ -267,20 +269,20 @@ def _in_thread(
 def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
     found = body.get(name)
     if not isinstance(found, dict):
-        raise RequestRefusedError(f"{name!r} is missing: an object")
+        raise RequestRefusedError(f"{name!r} is missing or not an object")
     return found
 
 
 def _check_init(init: dict[str, Any]) -> None:
     if not isinstance(init.get("world_size"), int) or init["world_size"] != 2 or init.get("rank_offset", RANK) != RANK:
         raise RequestRefusedError(
-            "'init_info' has world_size 2 and rank_offset 1: the trainer, and this server, which is one process"
+            "'init_info' must have world_size 2 and rank_offset 1: the trainer and this server are one process each"
         )
     if isinstance(init.get("nccl_unique_id_b64"), str):
         if backend_here() != "nccl":
-            raise RequestRefusedError("this sampler has no NCCL; send by gloo (master_address and master_port)")
+            raise RequestRefusedError("this sampler has no NCCL; use gloo (master_address and master_port)")
         return
     if not isinstance(init.get("master_address"), str) or not isinstance(init.get("master_port"), int):
-        raise RequestRefusedError("'init_info' has master_address and master_port, or nccl_unique_id_b64")
+        raise RequestRefusedError("'init_info' must have master_address and master_port, or nccl_unique_id_b64")
     if init.get("packed"):
-        raise RequestRefusedError("this sampler takes tensors one by one: 'packed' is false here")
+        raise RequestRefusedError("this sampler receives tensors one by one: 'packed' must be false")

@@ -1,1 +1,1 @@
-"""Between token ids and text: detokenizing, replies, streams."""
+"""Converting between token ids and text: prompts, detokenizing, replies, streams."""

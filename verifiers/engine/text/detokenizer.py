@@ -1,4 +1,4 @@
-"""Token ids → text, token by token: characters split over tokens are held back, stop strings end a reply."""
+"""Detokenize token by token. Incomplete characters are held back, and stop strings end a reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verifiers.chat.codec import BROKEN, CONTEXT, Codec
 
 
 def first_stop(text: str, stops: Iterable[str]) -> int:
-    """Where the earliest stop string in a text begins; -1 without one.
+    """The position of the earliest stop string in a text; -1 if there is none.
 
     >>> first_stop("one. two; three", [";", "."]), first_stop("one", ["."])
     (3, -1)
@@ -18,7 +18,7 @@ def first_stop(text: str, stops: Iterable[str]) -> int:
 
 
 def safe_length(text: str, stops: Iterable[str]) -> int:
-    """How much of a text can be shown: its end may be the beginning of a stop string.
+    """How many characters of a text can be shown. An end that may begin a stop string is held back.
 
     >>> safe_length("so far </ans", ["</answer>"])
     7
@@ -33,7 +33,7 @@ def safe_length(text: str, stops: Iterable[str]) -> int:
 
 
 class StopWatch:
-    """An ``on_token`` that ends a reply at a complete stop string; decodes only at tokens that can complete one."""
+    """An ``on_token`` that ends a reply at a complete stop string. Decodes only at tokens that can complete one."""
 
     def __init__(self, codec: Codec, stops: Sequence[str], prompt_ids: Sequence[int] = ()) -> None:
         self._codec = codec
@@ -41,9 +41,9 @@ class StopWatch:
         found = [codec.enders(stop) for stop in stops]
         known = [enders for enders in found if enders is not None]
         self._enders = frozenset().union(*known) if len(known) == len(found) else None
-        self._window = 4 * max(map(len, stops)) + 8  # a character may take four tokens, one a byte
+        self._window = 4 * max(map(len, stops)) + 8  # a character may take four tokens, one per byte
         self._ids = list(prompt_ids[-CONTEXT:])
-        self._first = len(self._ids)  # of the reply
+        self._first = len(self._ids)  # index of the reply's first token
 
     def __call__(self, token: int, logprob: float) -> bool:
         self._ids.append(token)
@@ -58,19 +58,19 @@ class StopWatch:
 
 
 class TextStream:
-    """Text as tokens come in: never half a character, never a part of what may become a stop string.
+    """Text as tokens arrive, without incomplete characters and without text that may become a stop string.
 
-    ``push`` returns the text that can be shown now, ``finish`` the rest. Text that was shown is never changed.
+    ``push`` returns the text that can be shown now, ``finish`` the rest. Text that has been returned never changes.
     """
 
     def __init__(self, codec: Codec, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._codec = codec
         self._stops = stops
-        self._ids = list(prompt_ids[-CONTEXT:])  # those that are decoded: some before, for their context, and the last
-        self._before = len(self._ids)  # of these have become text,
-        self._known = codec.decode(self._ids)  # this one
-        self._shown = len(self._known)  # of the text of all
-        self._is_first = True  # is the context the prompt?
+        self._ids = list(prompt_ids[-CONTEXT:])  # the ids to decode: some earlier ones as context, and the newest
+        self._before = len(self._ids)  # how many of these ids are context, already converted to text
+        self._known = codec.decode(self._ids)  # the text of the context
+        self._shown = len(self._known)  # characters of the text of all these ids that were already returned
+        self._is_first = True  # whether the context is the prompt
         self._utf8 = getincrementaldecoder("utf-8")("replace") if codec.is_bytewise else None
         self._held = ""
         self.is_stopped = False
@@ -86,7 +86,7 @@ class TextStream:
         return self._show(self._decode())
 
     def finish(self) -> str:
-        """The rest at the end of the reply, an incomplete character included."""
+        """The rest of the text at the end of the reply, including an incomplete character."""
         if self.is_stopped:
             return ""
         left = self._decode(is_last=True) if self._utf8 is None else self._utf8.decode(b"", True)
@@ -101,12 +101,12 @@ class TextStream:
 
     def _decode(self, *, is_last: bool = False) -> str:
         text = self._codec.decode(self._ids)
-        if self._is_first and not text.startswith(self._known):  # as `Codec.continuation` reads it
+        if self._is_first and not text.startswith(self._known):  # as in `Codec.continuation`
             if not is_last and text.endswith(BROKEN):
                 return ""
             del self._ids[: self._before]
             text, self._known, self._shown, self._before = self._codec.decode(self._ids), "", 0, 0
-        end = len(text) - (text.endswith(BROKEN) and not is_last)  # which may be a part of a character
+        end = len(text) - (text.endswith(BROKEN) and not is_last)  # BROKEN may be an incomplete character
         if end <= self._shown:
             return ""
         new, self._shown, self._is_first = text[self._shown : end], end, False

@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens, of their alternatives and of a prompt's tokens → the JSON of OpenAI's endpoints."""
+"""Write logprobs of sampled tokens, their alternatives and prompt tokens as the JSON of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """The tokens of one choice, in order → the text that each adds, its bytes, and where in the text it begins.
+    """For the tokens of one choice, in order: the text that each adds, its bytes, and its offset in the text.
 
-    With ``echo`` the prompt's tokens come first; a token before its text that is not shown in it (a BOS) adds nothing.
+    With ``echo`` the prompt's tokens come first. A leading token that the text does not show (a BOS) adds nothing.
     """
 
     def __init__(self, prompt: Prompt, codec: Codec) -> None:
         self._codec, self._labels = codec, prompt.options.return_tokens_as_token_ids
         self._seen = [] if prompt.options.echo else list(prompt.ids[-CONTEXT:])
-        self._unseen = prompt.echoed if prompt.options.echo else None  # the text, until a token of it has come
+        self._unseen = prompt.echoed if prompt.options.echo else None  # the prompt's text, until its first token
         self._decode = getincrementaldecoder("utf-8")("replace").decode
         self.at = 0
 
     def read(self, token: int) -> TokenText:
-        """What a token would add here."""
+        """The text that a token would add here."""
         text = self._codec.continuation(self._seen, [token], special=True)
         label = f"token_id:{token}" if self._labels else text
         return TokenText(label, self._codec.bytes_of(token, text), text)
 
     def push(self, token: int) -> TokenText:
-        """Go on with this token."""
+        """Append a token; returns the text that it adds."""
         found = self.read(token)
         if self._unseen is not None and token in self._codec.special_ids and not self._unseen.startswith(found.text):
             return found
@@ -45,7 +45,7 @@ class TokenTexts:
 
 
 class TokenText(NamedTuple):
-    """A token as it is shown, its bytes (None where they are not known), and its text."""
+    """A token as it is shown, its bytes (None if unknown), and its text."""
 
     shown: str
     raw: bytes | None
@@ -64,7 +64,7 @@ def write_logprobs(
     *,
     echoed: Sequence[PromptLogprob] | None = None,
 ) -> dict[str, Any]:
-    """The logprobs of tokens; with ``echoed``, those of the prompt's tokens before them."""
+    """The logprobs of tokens. With ``echoed``, those of the prompt's tokens come first."""
     if echoed is not None:
         before = [(None, []) if one is None else one for one in echoed]
         ids, logprobs = [*prompt.ids, *ids], [*(value for value, _ in before), *logprobs]
@@ -90,7 +90,7 @@ def write_logprobs(
 
 
 def write_prompt_logprobs(scores: Sequence[PromptLogprob], prompt: Prompt, codec: Codec) -> list[Any]:
-    """For each token of the prompt its logprob and those of the most likely tokens, by id, as vLLM writes them."""
+    """For each prompt token, its logprob and those of the most likely tokens, by id, in vLLM's format."""
     shown = prompt.options.prompt_logprobs or 0
     written: list[Any] = []
     for token, one in zip(prompt.ids, scores, strict=True):
@@ -110,7 +110,7 @@ def write_prompt_logprobs(scores: Sequence[PromptLogprob], prompt: Prompt, codec
 
 
 def _by_text(own: dict[str, Any], top: Sequence[tuple[TokenText, float]]) -> dict[str, float] | None:
-    """Alternatives by their texts, the token itself among them; of tokens with the same text the likeliest."""
+    """Logprobs by text, of the alternatives and the token itself. If texts are equal, the likeliest token counts."""
     if own["logprob"] is None:
         return None
     written: dict[str, float] = {}

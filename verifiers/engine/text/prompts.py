@@ -1,4 +1,4 @@
-"""Requests → prompts: token ids with their sampling arguments, checked, and the grammar that a reply has to follow."""
+"""Turn requests into checked prompts: token ids, sampling arguments, and the grammar that the reply must follow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from verifiers.engine.text.replies import Prompt
 from verifiers.errors import OverlongPromptError, RequestRefusedError
 from verifiers.messages import chars_in
 
-SHORT_CHARS = 16_384  # a tokenizer takes about a millisecond for so many
+SHORT_CHARS = 16_384  # a tokenizer takes about a millisecond for this many
 
 
 class PromptWriter:
-    """The prompts of one model, whose replies all end at its ``stops``; recent ones are cached: a group shares one."""
+    """Writes the prompts of one model, whose replies all end at ``stops``. Caches recent ones, for groups."""
 
     def __init__(self, model: str, stops: Sequence[str]) -> None:
         self._model, self._stops = model, stops
@@ -29,7 +29,7 @@ class PromptWriter:
         self._recent_prompts: Recent[Prompt] = Recent()
 
     async def prepare(self, loaded: ReadyModel, request: Request, *, in_thread: bool = False) -> Prompt:
-        """A request's prompt: tokenized here if it is short, else in a thread, where it does not block the loop."""
+        """A request's prompt. A long one is tokenized in a thread, so that it does not block the event loop."""
         given = (request.prompt, request.tools, request.sampling)
         if wants_grammar(request.sampling):
             return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
@@ -44,11 +44,11 @@ class PromptWriter:
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
     def ids(self, loaded: ReadyModel, request: Request) -> list[int]:
-        """The token ids alone, whether they leave room for a reply or not."""
+        """Only the token ids, even if they leave no room for a reply."""
         return self._tokens(loaded, request, self._options(loaded, request))[1]
 
     def _checked_prompt(self, loaded: ReadyModel, request: Request) -> Prompt:
-        """Refuse a prompt whose characters alone are too many, before seconds of tokenizing."""
+        """Like `_prompt`, but refuse a prompt with too many characters before spending seconds on tokenizing it."""
         longest = loaded.codec.longest_token
         most = loaded.engine.length * longest
         further = request.sampling.get("extra_body")
@@ -72,14 +72,14 @@ class PromptWriter:
         if room < 1:
             raise self._overlong(f"{len(ids)} tokens", loaded)
         if not ids:
-            raise RequestRefusedError("the prompt is empty: give at least one token")
+            raise RequestRefusedError("the prompt is empty: pass at least one token")
         if max(ids) >= loaded.vocabulary:
             raise RequestRefusedError(
-                f"the tokenizer writes this prompt with token {max(ids)}, and the model has {loaded.vocabulary}: "
-                "resize its embeddings, or give it its own tokenizer"
+                f"the tokenizer encodes this prompt with token {max(ids)}, but the model has only {loaded.vocabulary}: "
+                "resize its embeddings, or use the model's own tokenizer"
             )
         if options.echo and request.message_type == "chat":
-            raise RequestRefusedError("'echo' is for plain completions: a chat's reply does not begin with its prompt")
+            raise RequestRefusedError("'echo' is for plain completions: a chat reply does not begin with its prompt")
         names = tuple(map(_checked_name, tools or ()))
         style = loaded.template.style(tools) if tools else None
         constraint = _constraint(loaded, options, tools, style)
@@ -103,10 +103,10 @@ class PromptWriter:
         )
 
     def _tokens(self, loaded: ReadyModel, request: Request, options: Options) -> tuple[str | None, list[int]]:
-        """A prompt as a text, where it is one, and as token ids."""
+        """A prompt as text (None if it was given as ids) and as token ids."""
         if request.message_type == "chat":
             if isinstance(request.prompt, str):
-                raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
+                raise RequestRefusedError("the prompt of a chat must be a list of messages, not a string")
             return loaded.writer.prompt(request.prompt, _tools(request, options), **options.template)
         if isinstance(request.prompt, str):
             if options.scores_prompt:
@@ -138,14 +138,14 @@ def _tools(request: Request, options: Options) -> Sequence[Mapping[str, Any]] | 
 
 def _checked_name(tool: Mapping[str, Any]) -> str:
     if not isinstance(name := tool_name(tool), str):
-        raise RequestRefusedError(f"a tool has a function with a name, not {tool!r:.100}")
+        raise RequestRefusedError(f"a tool must have a function with a name, not {tool!r:.100}")
     return name
 
 
 def _constraint(
     loaded: ReadyModel, options: Options, tools: Sequence[Mapping[str, Any]] | None, style: Style | None
 ) -> Constraint | None:
-    """The grammar of the reply, if any: a forced call; or a response format, beside which tools may be called."""
+    """The reply's grammar, if any: for a forced call, or for a response format (tools may be called instead)."""
     wanted = options.response_format
     if options.tool_choice.is_forced:
         grammar = call_grammar(options.tool_choice.offered(tools), style or "hermes", loaded.codec)
@@ -160,7 +160,7 @@ def _constraint(
 
 def _checked_ids(prompt: Any, vocabulary: int) -> list[int]:
     if not isinstance(prompt, (list, tuple)) or not all(type(token) is int for token in prompt):
-        raise RequestRefusedError("a completion's prompt is a text or a list of token ids")
+        raise RequestRefusedError("the prompt of a completion must be a text or a list of token ids")
     if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-        raise RequestRefusedError(f"the prompt holds token {wrong[0]}, and the model has {vocabulary}")
+        raise RequestRefusedError(f"the prompt has token {wrong[0]}, but the vocabulary has {vocabulary} tokens")
     return list(prompt)

@@ -1,4 +1,4 @@
-"""Sampled ids → a completion: text, tool calls, tokens, and the JSON of OpenAI's endpoints."""
+"""Turn sampled ids into a completion: text, tool calls, tokens, and the JSON of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from verifiers.types import ChatMessage, MessageType, Usage, unique_id
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A request, ready for the engine. ``text`` is None where the caller gave ids."""
+    """A request, ready for the engine. ``text`` is None if the caller passed ids."""
 
     model: str
     message_type: MessageType
     text: str | None
     ids: list[int]
     options: Options
-    sampling_record: Mapping[str, Any]  # the sampling arguments, as a trainer needs them
+    sampling_record: Mapping[str, Any]  # the sampling arguments that a trainer needs
     sampling: Sampling
     stop_ids: frozenset[int]
     tool_names: tuple[str, ...] = ()
     tool_style: Style | None = None
     timeout_s: float | None = None
-    echoed: str = ""  # the prompt's text, with ``echo``: replies begin with it
+    echoed: str = ""  # with ``echo``: the prompt's text, with which replies begin
 
 
 class Choice(NamedTuple):
@@ -43,10 +43,10 @@ class Choice(NamedTuple):
     calls: list[ToolCall]
     finish_reason: str
     generated: Generated
-    body: int  # tokens, without a stop token
-    sampled_text: str  # of these tokens, special ones and a stop string included
+    body: int  # number of tokens, without a stop token
+    sampled_text: str  # text of these tokens, including special tokens and a stop string
     sampling_record: Mapping[str, Any]
-    stop: str | None = None  # the stop string that ended it
+    stop: str | None = None  # the stop string that ended the reply
 
     @property
     def message(self) -> ChatMessage:
@@ -73,8 +73,8 @@ class Choice(NamedTuple):
 
 
 def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
-    """The text of a reply without its stop token or stop string, and the tool calls in it."""
-    if prompt.options.max_tokens == 0:  # the one token that was sampled is dropped: the prompt's logprobs are wanted
+    """Parse a reply: its text without stop token or stop string, and its tool calls."""
+    if prompt.options.max_tokens == 0:  # only the prompt's logprobs are wanted, so drop the one sampled token
         nothing: dict[str, Any] = {"ids": [], "logprobs": [], "raw_logprobs": [], "top_logprobs": []}
         generated = generated._replace(**nothing, weight_versions=(), finish_reason="length")
     ids = generated.ids
@@ -111,7 +111,7 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
 def completion_of(
     prompt: Prompt, choices: Sequence[Choice], codec: Codec, head: Mapping[str, Any] | None = None
 ) -> Completion:
-    """What `LocalModel.complete` returns; ``raw`` is the server's response. ``head`` is that of a stream's chunks."""
+    """The result of `LocalModel.complete`. ``raw`` is the server's response. ``head``: a stream's first fields."""
     first = choices[0]
     asked, sampled = len(prompt.ids), sum([len(choice.generated.ids) for choice in choices])
     return Completion(
@@ -136,7 +136,7 @@ def completion_of(
 
 
 def envelope(prompt: Prompt, of: Mapping[str, Any] | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
-    """The first fields of a reply or a chunk: id, time and model, or those of another chunk ``of`` the same reply."""
+    """The first fields of a reply or chunk: id, time and model, copied from ``of``, a chunk of the same reply."""
     kind, name = "text_completion", "cmpl"
     if prompt.message_type == "chat":
         kind, name = "chat.completion.chunk" if is_chunk else "chat.completion", "chatcmpl"

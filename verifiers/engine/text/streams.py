@@ -1,4 +1,4 @@
-"""A reply as a stream: pieces of text with their tokens, as the engine samples them."""
+"""Stream a reply: pieces of text with their tokens, as the engine samples them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verifiers.errors import DeadlineError, ModelError, wrap
 
 @contextmanager
 def reply_errors(timeout_s: float | None) -> Iterator[None]:
-    """Errors while a reply is awaited → DeadlineError at its timeout, ModelError for a failure of the model."""
+    """Convert errors while awaiting a reply: DeadlineError at its timeout, ModelError for a failure of the model."""
     try:
         yield
     except Exception as error:
@@ -33,7 +33,7 @@ def reply_errors(timeout_s: float | None) -> Iterator[None]:
 
 
 class _PartialChoice:
-    """A choice that is being sampled: text that is held back, and tokens that were not sent yet."""
+    """A choice that is being sampled: the text that is held back and the tokens that were not sent yet."""
 
     def __init__(self, loaded: ReadyModel, prompt: Prompt, answer: Answer) -> None:
         self._answer, self._codec = answer, loaded.codec
@@ -41,9 +41,9 @@ class _PartialChoice:
         self._style = prompt.tool_style
         self._text = TextStream(loaded.codec, prompt.ids, prompt.options.stop)
         self._held = ""
-        self._is_call = False  # has a special token come that a call begins with? It is in no text
-        self._shown = 0  # characters
-        self._sent = 0
+        self._is_call = False  # whether a special token that begins a call arrived; the text does not show it
+        self._shown = 0  # characters sent
+        self._sent = 0  # tokens sent
         self._ids: list[int] = []
         self._logprobs: list[float] = []
 
@@ -71,13 +71,13 @@ class _PartialChoice:
         return piece
 
     def finish(self, index: int, choice: Choice) -> Piece:
-        """The last piece: the text that was held back, and the token that ended the reply."""
+        """The last piece: the text that was held back and the token that ended the reply."""
         generated = choice.generated
         for token in generated.ids[self._sent + len(self._ids) : choice.body]:
             self._held += self._text.push(token)
         self._held += self._text.finish()
         if choice.calls:
-            self._held = (choice.content or "")[self._shown :]  # what is beside the calls
+            self._held = (choice.content or "")[self._shown :]  # the text outside the calls
         self._ids = generated.ids[self._sent :]
         self._logprobs = generated.logprobs[self._sent :]
         ended = {"calls": choice.calls, "finish_reason": choice.finish_reason, "stop": choice.stop}
@@ -85,7 +85,7 @@ class _PartialChoice:
 
 
 class ReplyStream:
-    """The pieces of a reply; ``completion`` is the whole of it after the last. Leaving early cancels the request."""
+    """The pieces of a reply. ``completion`` is set after the last piece. Leaving early cancels the request."""
 
     def __init__(self, loaded: ReadyModel, prompt: Prompt, read: Callable[[Generated], Choice]) -> None:
         self.prompt = prompt
@@ -99,7 +99,7 @@ class ReplyStream:
         self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
-        """Submit the request (EngineFullError if the queue is full); iterating does it otherwise."""
+        """Submit the request (EngineFullError if the queue is full). Optional: iterating submits it too."""
         n = self.prompt.options.n
         self._futures = self._loaded.engine.submit(
             self.prompt.ids, self.prompt.sampling, n=n, on_token=[self._callback(i) for i in range(n)]
@@ -120,7 +120,7 @@ class ReplyStream:
     def _enqueue(self, index: int, what: Any, logprob: float) -> bool:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, what, logprob))
-        except RuntimeError:  # the loop is closed: the reader is gone
+        except RuntimeError:  # the loop is closed, so the reader is gone
             return False
         return True
 
@@ -133,7 +133,7 @@ class ReplyStream:
         return len(self.prompt.ids)
 
     def extras(self, piece: Piece, *, is_first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields beside the text that were asked for: of this choice, and of the prompt."""
+        """The requested fields besides the text: of this choice, and of the prompt."""
         prompt, codec = self.prompt, self._loaded.codec
         of_choice: dict[str, Any] = {}
         of_prompt: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class ReplyStream:
 
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprob] | None:
-        """The logprobs of the prompt's tokens, where they were asked for; complete by the first piece."""
+        """The logprobs of the prompt's tokens, if requested. Complete by the first piece."""
         return next((future.prompt_logprobs for future in self._futures if future.prompt_logprobs), None)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
@@ -181,6 +181,6 @@ class ReplyStream:
         self.completion = completion_of(self.prompt, whole, self._loaded.codec, self.head)
 
     def close(self) -> None:
-        """Cancel what is unfinished."""
+        """Cancel unfinished replies."""
         for future in self._futures:
             future.cancel()

@@ -1,1 +1,1 @@
-"""C for the CPU: compiled where it runs, called through one binding."""
+"""C kernels for the CPU: compiled on the machine where they run, called through one binding."""

@@ -18,13 +18,13 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class Team(Structure):
-    """Threads that call one function at the same time and synchronise by barriers."""
+    """Threads that call one function at the same time and synchronise at barriers."""
 
     _fields_ = _fields(c_int32, "parts arrived phase is_over")
 
 
 class CSampling(Structure):
-    """Sampling parameters: pointers to arrays with an entry for each row."""
+    """Sampling parameters: pointers to arrays with one entry per row."""
 
     _fields_ = _fields(_AT, "temperature top_p min_p top_k seed step")
 
@@ -36,13 +36,13 @@ class Matrix(Structure):
 
 
 class CHeadNorms(Structure):
-    """RMS norms of the heads of queries and keys; NULL weights: none. Epsilons are times head_dim."""
+    """RMS norms of query and key heads. NULL weights mean no norm. Epsilons are multiplied by head_dim."""
 
     _fields_ = (*_fields(_AT, "q k"), *_fields(_X, "q_epsilon k_epsilon"))
 
 
 class Layer(Structure):
-    """A decoder layer; epsilons are times the hidden size."""
+    """A decoder layer. Epsilons are multiplied by the hidden size."""
 
     _fields_ = (
         *_fields(Matrix, "qkv out gate_up down"),
@@ -111,13 +111,13 @@ def decode_functions() -> Any:
 
 @cache
 def learn_functions() -> Any:
-    """Training: everything in a layer but its matrix products, forward and backward."""
+    """Training: a layer without its matrix products, forward and backward."""
     return _typed("learn.c", _LEARN)
 
 
 def _typed(name: str, types: dict[str, tuple[list[Any], Any]]) -> Any:
     found = build.library(FOLDER / name)
     if found is not None:
-        for function, (arguments, result) in types.items():  # without argtypes ctypes truncates pointers to 32 bits
+        for function, (arguments, result) in types.items():  # without argtypes, ctypes truncates pointers to 32 bits
             getattr(found, function).argtypes, getattr(found, function).restype = arguments, result
     return found

@@ -1,6 +1,6 @@
-"""A C source file → a shared library, compiled for this processor and cached; None without a compiler.
+"""Compile a C source file for this processor and cache the shared library; None without a compiler.
 
-``VERIFIERS_COMPILE=0`` disables it; ``VERIFIERS_SANITIZE=1`` compiles with AddressSanitizer and UBSan.
+``VERIFIERS_COMPILE=0`` disables this. ``VERIFIERS_SANITIZE=1`` compiles with AddressSanitizer and UBSan.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger("verifiers.kernels")
 
 COMPILERS = ("cc", "gcc", "clang")
 FAILED = "the C compiler failed"
-# Sums may be reassociated only where the source says so (`omp simd reduction`), and NaN is preserved.
+# Sums are reassociated only where the source allows it (`omp simd reduction`). NaN is preserved.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
-# For `make sanitize`: an access out of bounds or undefined behaviour aborts the process.
+# For `make sanitize`: an out-of-bounds access or undefined behaviour aborts the process.
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-PATIENCE_S = 600.0  # a few seconds on an idle machine
+PATIENCE_S = 600.0  # compiling takes a few seconds on an idle machine
 HEADER = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -51,21 +51,21 @@ def library(source: Path) -> ctypes.CDLL | None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _built(folder, name, build)
         except PermissionError as error:
-            logger.warning("compiled code is not kept: %s", error)
+            logger.warning("compiled code is not cached: %s", error)
         with tempfile.TemporaryDirectory(prefix="verifiers-") as own:  # removed once the library is loaded
             return _built(Path(own), name, build)
     except (OSError, subprocess.SubprocessError) as error:
         stderr = getattr(error, "stderr", None)
         reason = stderr.decode(errors="replace").strip()[-500:] if stderr else error
-        logger.info("%s cannot be compiled, so PyTorch does its work, slower: %s", source.name, reason)
+        logger.info("%s cannot be compiled, so slower PyTorch operations are used: %s", source.name, reason)
         return None
 
 
 def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
-    """The library of this name in a folder that no other user can write to; compiled if need be."""
+    """The library of this name in a folder that no other user can write to. Compiles it if needed."""
     handle = open_private_folder(folder)
     try:
-        with suppress(OSError):  # missing, damaged, or writable by others: it is compiled again
+        with suppress(OSError):  # missing, damaged, or writable by others: compile it again
             return _load(handle, name)
         _build(command, Path(os.path.realpath(folder)), name, handle)
         return _load(handle, name)
@@ -74,18 +74,18 @@ def _built(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
 
 
 def _load(folder: int, name: str) -> ctypes.CDLL:
-    """Open, check, and load the open file: by its name it might be another file by now."""
+    """Open, check and load the open file. Its name could meanwhile refer to another file."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         check_file(file, name)
         opened = f"/proc/self/fd/{file}"
-        if not os.path.exists(opened):  # not Linux: the name is safe because the folder is private
+        if not os.path.exists(opened):  # not Linux: using the name is safe because the folder is private
             return ctypes.CDLL(f"{_path_of(folder)}/{name}")
         found = ctypes.CDLL(opened)
     except BaseException:
         os.close(file)
         raise
-    return found  # the file stays open: the loader caches libraries by path, so its descriptor must not be reused
+    return found  # keep the file open: the loader caches libraries by path, so the descriptor must not be reused
 
 
 def _path_of(folder: int) -> str:
@@ -93,12 +93,12 @@ def _path_of(folder: int) -> str:
 
     command = getattr(fcntl, "F_GETPATH", None)  # macOS
     if command is None:
-        raise OSError("this system cannot say what is open")
+        raise OSError("this system cannot report the path of an open folder")
     return fcntl.fcntl(folder, command, bytes(1024)).rstrip(b"\0").decode()
 
 
 def find_compiler() -> str | None:
-    """The C compiler: $CC or the first of COMPILERS; None if there is none, or with VERIFIERS_COMPILE=0."""
+    """The C compiler: $CC or the first of COMPILERS that is found; None if there is none or VERIFIERS_COMPILE=0."""
     if os.environ.get("VERIFIERS_COMPILE", "1") == "0":
         return None
     own = os.environ.get("CC", "").split()
@@ -113,13 +113,13 @@ def why_none() -> str:
 
 
 def _with_headers(source: Path) -> bytes:
-    """The text of a source file and of the headers that it includes by a relative path."""
+    """The text of a source file and of the headers that it includes by relative path."""
     text = source.read_bytes()
     return b"\0".join([text, *((source.parent / name.decode()).read_bytes() for name in HEADER.findall(text))])
 
 
 def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
-    """Compile to a temporary file, then rename: other processes see a complete library or none."""
+    """Compile to a temporary file, then rename it, so that other processes see a complete library or none."""
     file, unfinished = tempfile.mkstemp(dir=folder, suffix=".part")
     os.close(file)
     part = Path(unfinished).name
@@ -127,7 +127,7 @@ def _build(command: list[str], folder: Path, name: str, handle: int) -> None:
         subprocess.run(
             [*command, unfinished, "-lm"], check=True, capture_output=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
         )
-        os.chmod(part, 0o700, dir_fd=handle)  # whatever the umask says
+        os.chmod(part, 0o700, dir_fd=handle)  # independent of the umask
         os.replace(part, name, src_dir_fd=handle, dst_dir_fd=handle)
     finally:
         with suppress(FileNotFoundError):
@@ -139,7 +139,7 @@ def _for_this_processor() -> list[str]:
 
 
 def _machine() -> str:
-    """What identifies the processor and C library: machines of several kinds may share the cache folder."""
+    """Identifies the processor and C library, because different machines may share the cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

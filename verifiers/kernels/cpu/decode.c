@@ -1,36 +1,36 @@
-/* The forward pass of a decoder on a CPU for new tokens: keys and values go to the paged KV cache, which is attended to.
+/* A decoder's forward pass for new tokens on a CPU. It writes keys and values to the paged KV cache and attends to it.
 
-   Matrices are laid out in panels of PANEL columns, so that a product reads them sequentially, and have the weight of
-   the norm before them multiplied in (see model.py). Several threads may call the same function at once, each for its
-   part of the work; none needs Python while it runs. The *_workspace functions say how many floats a call needs. */
+   Matrices are laid out in panels of PANEL columns, so that a product reads them sequentially. The weight of the norm
+   before a matrix is multiplied into it (see model.py). Several threads may call the same function at once, each for
+   its part of the work, without holding the GIL. The *_workspace functions return how many floats a call needs. */
 
 #include "panels.h"
 #include "sample.h"
 #include "simd.h"
 
 typedef struct {
-    const float *q, *k; /* weights of the head norms of queries and keys, times √dim; NULL: none */
+    const float *q, *k; /* weights of the head norms of queries and keys, times √dim; NULL: no norm */
     float q_epsilon, k_epsilon; /* epsilon · dim */
 } HeadNorms;
 
 typedef struct {
     Matrix qkv, out, gate_up, down;
     HeadNorms norms;
-    float input_epsilon, post_epsilon; /* of the two norms, times the width: added to sums of squares */
+    float input_epsilon, post_epsilon; /* epsilon · width of the two norms: added to sums of squares */
     float scale;
     int32_t rotates; /* 0: no rotary embedding */
     int64_t window; /* positions that a token attends to; 0: all */
 } Layer;
 
 typedef struct {
-    int64_t heads, kv_heads, dim, length; /* the last: longest possible sequence */
+    int64_t heads, kv_heads, dim, length; /* length: of the longest possible sequence */
     const float *cos, *sin;             /* [positions, dim] */
 } Heads;
 
-/* The paged KV cache: position t of a sequence is at t % block in block table[t / block]. */
+/* The paged KV cache: position t of a sequence is at offset t % block of the block table[t / block]. */
 typedef struct {
     float *store; /* [layers, 2, blocks, kv_heads, block, dim] */
-    int64_t blocks, block; /* number of blocks; positions of a block, a power of two */
+    int64_t blocks, block; /* number of blocks; positions per block, a power of two */
     const int32_t *tables; /* [sequences, width] */
     int64_t width;
 } Cache;
@@ -38,20 +38,20 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     Matrix head;  /* lm_head */
-    float final_epsilon; /* of the norm before the head, times the width */
+    float final_epsilon; /* epsilon · width of the norm before the head */
     int64_t n_layers, width, inner;
     Heads heads;
     Cache cache;
 } Model;
 
-/* Keys (or values) of one head of a sequence, from position `first` on; they are contiguous within a block. */
+/* Keys (or values) of one head of a sequence, from position `first` on. They are contiguous within a block. */
 typedef struct {
-    const float *at; /* the head's in block 0 */
+    const float *at; /* of this head in block 0 */
     const int32_t *table;
-    int64_t stride, shift, dim, first; /* a block has 1 << shift positions: a division would be slow */
+    int64_t stride, shift, dim, first; /* a block has 1 << shift positions; shifting avoids a slow division */
 } Paged;
 
-/* A pointer to position `t`; `*n` is reduced to the positions that are left in its block. */
+/* A pointer to position `t`. Reduces `*n` to the number of positions left in its block. */
 static inline const float *contiguous_at(const Paged *paged, int64_t t, int64_t *n) {
     int64_t position = paged->first + t, block = (int64_t)1 << paged->shift, offset = position & (block - 1);
     if (*n > block - offset) *n = block - offset;
@@ -77,7 +77,7 @@ static inline float sum_of(Lanes x) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* out[d ...] += Σ weight · value over positions `t` to `end`, for some vectors of dimensions from `d` on. */
+/* out[d ...] += Σ weight · value over positions [t, end), for some vectors of dimensions from `d` on. */
 static inline __attribute__((always_inline)) void weighted(
     int vectors, int64_t d, int64_t t, int64_t end, int64_t dim, const float *weights, const Paged *values, float *out) {
     Lanes seen[4];
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void weighted(
     for (int j = 0; j < vectors; j++) *(Lanes *)(out + d + j * LANES) = seen[j];
 }
 
-/* Scores of keys `t` to `end`. */
+/* Scores of keys [t, end). */
 static inline __attribute__((always_inline)) void score(
     int64_t dim, const float *q, const Paged *keys, int64_t t, int64_t end, float scale, float *scores) {
     int64_t whole = dim / LANES * LANES;
@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void score(
     }
 }
 
-/* Softmax in place; there must be room for LANES more scores. */
+/* Softmax in place. `scores` must have room for LANES more scores. */
 static void softmax(float *scores, int64_t n) {
     for (int64_t t = n; t < n + LANES; t++) scores[t] = -INFINITY; /* pads to whole vectors */
     Lanes most = *(const Lanes *)scores, sums = {0};
@@ -141,8 +141,8 @@ static inline __attribute__((always_inline)) void add_values(
     }
 }
 
-/* Attention of the `share` queries of one kv head over `n` keys, KEY_BLOCK at a time, so that all queries find them in
-   the cache. `scores` has room for n + LANES of each query. */
+/* Attention of the `share` queries of one kv head over `n` keys, KEY_BLOCK keys at a time, so that they stay in the
+   CPU's cache for all queries. `scores` has room for n + LANES floats per query. */
 static inline __attribute__((always_inline)) void attend_by(
     int64_t dim, int64_t share, const float *q, const Paged *keys, const Paged *values, int64_t n, float scale,
     float *scores, float *out) {
@@ -168,14 +168,14 @@ static void attend(
     }
 }
 
-/* The RMS norm of each head. */
+/* RMS norm of each head. */
 static void norm_heads(float *x, int64_t heads, int64_t dim, const float *weight, float floor) {
     normed(x, x, heads, dim, floor);
     for (int64_t h = 0; h < heads; h++, x += dim)
         for (int64_t i = 0; i < dim; i++) x[i] *= weight[i];
 }
 
-/* Norm and rotate the queries and keys of some tokens, and write keys and values to the KV cache. */
+/* Norm and rotate the queries and keys of some tokens; write keys and values to the KV cache. */
 static void store(
     const Heads *heads, const Cache *cache, const Layer *layer, Part tokens, float *qkv, const int64_t *sequence,
     const int64_t *position, float *keys, float *values) {
@@ -227,7 +227,7 @@ static void gate(float *x, const float *both, Part rows, int64_t inner) {
 
 /* --- the model -------------------------------------------------------------------------------------------------- */
 
-/* Floats of a token between matrix products, at most: inputs of a product, and outputs. */
+/* Maximum number of floats per token in the inputs of a matrix product, and in the outputs. */
 static int64_t most_before(const Model *model) {
     int64_t queries = model->heads.heads * model->heads.dim;
     int64_t most = model->width > queries ? model->width : queries;
@@ -244,12 +244,12 @@ static int64_t scores_workspace(const Model *model) {
     return model->heads.heads / model->heads.kv_heads * (model->heads.length + LANES);
 }
 
-/* Workspace of `run` in floats for `m` tokens and so many threads. */
+/* Workspace of `run` in floats for `m` tokens and `parts` threads. */
 int64_t run_workspace(const Model *model, int64_t m, int64_t parts) {
     return m * (most_before(model) + most_after(model)) + parts * scores_workspace(model);
 }
 
-/* Run `m` tokens, whose embeddings are in `hidden`, each at `position` of a sequence: the logits of those in `keep`. */
+/* Run `m` tokens with embeddings `hidden`, each at `position` of a sequence. Writes the logits of those in `keep`. */
 void run(
     const Model *model, int64_t m, float *hidden, const int64_t *sequence, const int64_t *position, const int64_t *keep,
     int64_t n_keep, float *logits, float *workspace, int64_t part, Team *team) {
@@ -291,7 +291,7 @@ void run(
 
 /* --- tokens ----------------------------------------------------------------------------------------------------- */
 
-/* Sample a token for each of `m` rows of logits; for `workspace` see `draw_workspace`. */
+/* Sample a token for each of `m` rows of logits. See `draw_workspace` for `workspace`. */
 void draw(
     int64_t m, int64_t vocabulary, const float *logits, const Sampling *sampling, int64_t *token, float *logprob,
     float *raw, float *workspace) {
@@ -299,15 +299,15 @@ void draw(
         token[i] = drawn(logits + i * vocabulary, vocabulary, sampling, i, logprob + i, raw + i, workspace);
 }
 
-/* Workspace of `decode` in floats for `m` sequences and so many threads. */
+/* Workspace of `decode` in floats for `m` sequences and `parts` threads. */
 int64_t decode_workspace(const Model *model, int64_t m, int64_t parts) {
     int64_t vocabulary = model->head.columns;
     return parts * draw_workspace(vocabulary) + m * (model->width + vocabulary) + run_workspace(model, m, parts);
 }
 
-/* Decode `m` sequences by at most `n` tokens each, until one of them samples an end token or has logits that are not
-   finite. Returns the number of steps. `token`, `position` and `step` are those of the last tokens, and are advanced;
-   results are [steps, m]. */
+/* Sample at most `n` tokens for each of `m` sequences, until one of them samples an end token or has logits that are
+   not finite. Returns the number of steps. `token`, `position` and `step` describe the last tokens and are advanced.
+   Results are [steps, m]. */
 int64_t decode(
     const Model *model, const float *embedding, int64_t m, int64_t n, int64_t *token, int64_t *position,
     const int64_t *sequence, const Sampling *sampling, int64_t *step, const uint8_t *is_end, int64_t *tokens,

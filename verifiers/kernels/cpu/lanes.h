@@ -1,4 +1,4 @@
-/* Reductions in LANES parallel lanes: the order of a sum depends on its length alone. */
+/* Reductions in LANES parallel lanes. The order of a sum depends only on its length. */
 
 #pragma once
 
@@ -9,7 +9,7 @@ enum { LANES = 16, TILE_ROWS = SIMD == 16 ? 8 : 4 }; /* parallel lanes of a redu
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-/* The sum of all lanes, by halves. */
+/* The sum of all lanes, halving repeatedly. */
 static inline float sum_of(const float *lanes) {
     float parts[LANES / 2];
 #pragma omp simd
@@ -19,7 +19,7 @@ static inline float sum_of(const float *lanes) {
     return parts[0];
 }
 
-/* The maximum of `n` numbers; NaN is ignored. */
+/* The maximum of `n` numbers. Ignores NaN. */
 static inline float max_of(const float *x, int64_t n) {
     float lanes[LANES], max = -INFINITY;
     int64_t whole = n / LANES * LANES;

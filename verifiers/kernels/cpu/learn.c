@@ -1,9 +1,8 @@
-/* Training on a CPU, all but the matrix products, forward and backward, in one pass each: norms, rotary embedding,
-   gates, logprobs, and attention of packed rows.
+/* Training on a CPU without the matrix products: norms, rotary embedding, gates, logprobs, and attention of packed
+   rows, forward and backward, each in one pass.
 
-   Numbers are float32, tensors are contiguous, and a call is one thread, which needs no Python while it runs: the
-   caller splits rows, or heads of attention, among threads. Results are deterministic: the order of a sum depends on
-   its length alone. */
+   Tensors are float32 and contiguous. A call uses one thread and does not hold the GIL; the caller splits rows, or
+   attention heads, among threads. Results are deterministic: the order of a sum depends only on its length. */
 
 #include "lanes.h"
 #include "packed_attention.h"
@@ -11,7 +10,7 @@
 
 /* --- norms ------------------------------------------------------------------------------------------------------ */
 
-/* RMS norm of each row of `x`, or of `x` + `more` (then also that sum, `total`); and the inverse RMS of each row. */
+/* RMS norm of each row of `x`, or of `x` + `more` (then also writes the sum `total`), and each row's inverse RMS. */
 void norm(
     int64_t n, int64_t width, const float *x, const float *more, const float *weight, float epsilon, float *total,
     float *normed, float *scale) {
@@ -30,8 +29,8 @@ void norm(
     }
 }
 
-/* Gradients of the input, to which that of the residual is added, and of the weight. `residual` and `grad_weight` may
-   be NULL. */
+/* Gradients of the input and of the weight. Adds `residual`, the gradient of the residual connection, to the input's.
+   `residual` and `grad_weight` may be NULL. */
 void norm_back(
     int64_t n, int64_t width, const float *x, const float *weight, const float *scale, const float *residual,
     const float *grad, float *back, float *grad_weight) {
@@ -53,8 +52,8 @@ void norm_back(
 
 /* --- rotary embedding, gates ------------------------------------------------------------------------------------ */
 
-/* Rotary embedding of `n` tokens of some heads, or its backward; token t has the angle t modulo `angles`. `y` may be
-   `x`. */
+/* Rotary embedding of `n` tokens with `heads` heads, or its backward. Token t has the angle t modulo `angles`. `y` may
+   be `x`. */
 void rotate(
     int64_t n, int64_t heads, int64_t dim, const float *x, float *y, int64_t angles, const float *cos, const float *sin,
     int back) {
@@ -91,7 +90,7 @@ void gated_back(int64_t n, const float *gate, const float *up, const float *grad
 
 /* --- logprobs --------------------------------------------------------------------------------------------------- */
 
-/* The logprob of each row's target, and the logsumexp of the row; returns a row whose target is out of range, or -1. */
+/* The logprob of each row's target, and the row's logsumexp. Returns a row whose target is out of range, or -1. */
 int64_t logprobs(
     int64_t n, int64_t vocabulary, const float *logits, const int64_t *target, float temperature, float *logprob,
     float *lse) {
@@ -110,7 +109,7 @@ int64_t logprobs(
     return -1;
 }
 
-/* Logits are replaced by their gradients, given those of the targets' logprobs. */
+/* Replace logits by their gradients, given the gradients of the targets' logprobs. */
 void logprobs_back(
     int64_t n, int64_t vocabulary, float *logits, const int64_t *target, float temperature, const float *lse,
     const float *grad) {

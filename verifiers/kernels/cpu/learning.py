@@ -1,8 +1,8 @@
-"""The training functions of `reference`, and attention of packed rows, by learn.c: all of a layer but matrix products.
+"""The training functions of `reference`, and attention of packed rows, in C (learn.c): a layer without matrix products.
 
-Tensors are contiguous and in float32. Work is split by rows (attention: by kv heads) among PyTorch's number of threads,
-so that each has at least GRAIN numbers, as in PyTorch. The number of threads changes no result but the gradient of a
-norm's weight, which is summed by parts.
+Tensors are contiguous and float32. Work is split by rows (attention: by kv heads) among as many threads as PyTorch
+uses, with at least GRAIN numbers each, as in PyTorch. The number of threads affects only the gradient of a norm's
+weight, which is summed from parts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ GRAIN = 1 << 15  # numbers: PyTorch's own grain size
 
 
 def suit(x: Tensor) -> bool:
-    """Can these kernels process such a tensor?"""
+    """Whether these kernels can process this tensor."""
     return x.dtype is torch.float32 and x.device.type == "cpu" and learn_functions() is not None
 
 
 class _Teams(threading.local):
-    """A team for each thread that trains: two that train at once do not wait for each other."""
+    """One team per thread that trains, so that two threads that train do not wait for each other."""
 
     team: ThreadTeam | None = None
 
@@ -54,9 +54,10 @@ def _split(n: int, numbers: int, work: Callable[[int, int], object]) -> list[tup
 
 
 def _by_rows(function: Any, n: int, numbers: int, *given: Any) -> dict[int, Any]:
-    """Call a C function with parts of ``n`` rows in parallel; its results by the first row of each part.
+    """Call a C function with parts of ``n`` rows in parallel. Returns its results by the first row of each part.
 
-    Its arguments are the number of rows, and those given: of ``(tensor, width)`` a pointer to the part's first row.
+    Its arguments are the number of rows, then ``given``. A ``(tensor, width)`` becomes a pointer to the part's first
+    row.
     """
     found = {}
 
@@ -83,9 +84,9 @@ def norm(x_ND: Tensor, more_ND: Tensor | None, weight: Tensor, epsilon: float) -
 def norm_back(
     x_ND: Tensor, weight: Tensor, scale_N: Tensor, residual_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input and of the weight; ``residual``, the gradient of the residual connection, is added."""
+    """Gradients of the input and the weight. Adds ``residual_ND``, the gradient of the residual connection."""
     back_ND, weight, width = torch.empty_like(x_ND), _ready(weight), x_ND.shape[1]
-    function, grads = learn_functions().norm_back, {}  # the gradient of the weight, by the first row of a part
+    function, grads = learn_functions().norm_back, {}  # grads: gradients of the weight by the first row of a part
 
     def work(first: int, end: int) -> None:
         grads[first] = x_ND.new_empty(width) if learns else None
@@ -103,7 +104,7 @@ def norm_back(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its backward."""
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]`` by angles ``[B or 1, T, dim]``, or its backward."""
     angles = _ready(cos), _ready(sin)
     return _rotated(q, *angles, back), _rotated(k, *angles, back)
 
@@ -111,7 +112,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     y, function = torch.empty_like(x), learn_functions().rotate
     batch, length, heads, dim = x.shape
-    # If all sequences have the same angles, the batch is split between sequences: a part begins with the first angle.
+    # If all sequences have the same angles, split the batch between sequences, so that each part begins at angle 0.
     tokens, is_common = batch * length, cos.numel() < batch * length * dim
     piece = length if is_common else 1
 
@@ -133,7 +134,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
+    """Gradients of ``gate`` and ``up``, given the gradient of SiLU of ``gate`` times ``up``."""
     back, n = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
     _by_rows(learn_functions().gated_back, n, n, *((one, 1) for one in (gate, up, grad, *back)))
     return back
@@ -149,11 +150,11 @@ def logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float, logprob_N:
     for first, row in wrong.items():
         if row >= 0:
             token = int(target_N[first + row])
-            raise IndexError(f"token {token} is trained on, but the model has {words} tokens only")
+            raise IndexError(f"cannot train on token {token}: the model's vocabulary has {words} tokens")
 
 
 def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
-    """Turn logits into their gradients, in place, given those of the targets' logprobs."""
+    """Replace logits by their gradients, in place, given the gradients of the targets' logprobs."""
     n, words = logits_NV.shape
     _by_rows(
         learn_functions().logprobs_back, n, logits_NV.numel(), words, (logits_NV, words), (target_N, 1), temperature,
@@ -163,18 +164,18 @@ def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Consecutive segments of a packed row: each attends causally to itself and to its prefix, an earlier range.
+    """Consecutive segments of a packed row. Each attends causally to itself, and to its prefix, an earlier range.
 
-    A segment is four numbers: its first token and its length, the first token of its prefix and the prefix's length.
+    A segment is four numbers: its first token and length, and the first token and length of its prefix.
     """
 
     segments_S4: Tensor
-    first: int  # token of the first segment
-    most_keys: int  # the most that a token attends to
+    first: int  # first token of the first segment
+    most_keys: int  # maximum number of keys that a token attends to
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of the segments' tokens ``[T, heads, dim]``; and the softmax statistics that the backward needs."""
+    """Attention of the segments' tokens ``[T, heads, dim]``, and the softmax statistics that the backward needs."""
     tokens, heads, dim = q.shape
     out = q.new_empty((tokens - segments.first, heads, dim))
     sums = q.new_empty((2, tokens - segments.first, heads))
@@ -208,7 +209,7 @@ def _by_groups(
 
 
 def _at(x: Tensor | None, first: int = 0) -> int | None:
-    """A pointer to the element of a tensor with this index."""
+    """A pointer to the element of a tensor with the index ``first``."""
     return None if x is None else int(x.data_ptr()) + first * x.element_size()
 
 

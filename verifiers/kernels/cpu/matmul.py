@@ -1,9 +1,9 @@
-"""Matrix products of float32 on a CPU: PyTorch's own, or oneDNN's on processors that MKL does not know.
+"""float32 matrix products on a CPU: PyTorch's default, or oneDNN on processors for which MKL is slow.
 
-PyTorch multiplies by MKL, which has AVX-512 kernels for Intel's processors only: on AMD's it takes those for AVX2, half
-as fast (`benchmarks/cpu_matmul.py`). oneDNN, which PyTorch brings along, takes what the processor has. Which of the two
-multiplies depends here on the processor and the size of the weight, not on the rows: in learning a token has the same
-numbers whatever is computed beside it.
+PyTorch uses MKL, which has AVX-512 kernels only for Intel processors. On AMD it uses those for AVX2, which are half as
+fast (`benchmarks/cpu_matmul.py`). oneDNN, which is part of PyTorch, uses what the processor supports. The choice
+depends on the processor and the size of the weight, but not on the number of rows. So in training, a token's results do
+not depend on the other tokens in its batch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.nn import functional
 
 NOT_INTEL = ("AuthenticAMD", "HygonGenuine")
-SMALLEST = 1 << 15  # numbers of a weight: below, a call of oneDNN takes longer than the product
-# Rows that are multiplied at once. oneDNN keeps what it compiles for each number of rows, a thousand of them, and
-# between these allocations memory fragments: gigabytes in a training, whose micro-batches all differ in length.
+SMALLEST = 1 << 15  # numbers in a weight; for smaller ones, a call of oneDNN takes longer than the product
+# Rows that are multiplied at once. oneDNN caches compiled code for up to a thousand different numbers of rows. These
+# allocations fragment memory, by gigabytes in a training, because its micro-batches all differ in length.
 SIZES = (512, 256, 128, 64, 32)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """``x · weightᵀ + bias`` of ``x`` [..., K]."""
+    """``x · weightᵀ + bias`` for ``x`` [..., K]."""
     if not suits(x, weight_NK):
         return functional.linear(x, weight_NK, bias_N)
     return _product(x.reshape(-1, x.shape[-1]), weight_NK, bias_N).view(*x.shape[:-1], len(weight_NK))
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a · b``, in ``out`` if that is given."""
+    """``a · b``, written to ``out`` if given."""
     return _product(a_MK, b_KN.t(), out=out) if suits(a_MK, b_KN) else torch.mm(a_MK, b_KN, out=out)
 
 
@@ -43,7 +43,7 @@ def add_matmul(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, in_place: bool =
 
 
 def weight_gradient(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
-    """``gradᵀ · x``: what a layer's weight gets from the gradient of its output, and its input."""
+    """``gradᵀ · x``: the gradient of a layer's weight, from its output's gradient and its input."""
     if not len(x_MK) or not suits(grad_MN, x_MK, size=grad_MN.shape[1] * x_MK.shape[1]):
         return torch.mm(grad_MN.t(), x_MK)
     first, *others = parts_of(len(x_MK))
@@ -54,7 +54,7 @@ def weight_gradient(grad_MN: Tensor, x_MK: Tensor) -> Tensor:
 
 
 def parts_of(rows: int) -> list[slice]:
-    """Rows in parts of these sizes; what is left is padded to the smallest.
+    """Split rows into parts of the sizes in SIZES. The rest is later padded to the smallest size.
 
     >>> [(part.start, part.stop) for part in parts_of(669)]
     [(0, 512), (512, 640), (640, 669)]
@@ -99,9 +99,9 @@ def _onednn(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 
 def suits(x: Tensor, weight: Tensor, *, size: int | None = None) -> bool:
-    """Does oneDNN multiply these? Only where no gradients are recorded, as within an autograd function: it has none.
+    """Whether to use oneDNN: only if gradients are not recorded (it has no backward), as in autograd functions.
 
-    ``size`` is that of the layer's weight, where this is no factor of the product.
+    ``size`` is the size of the layer's weight, if the weight is not a factor of the product.
     """
     return (
         (weight.numel() if size is None else size) >= SMALLEST
@@ -114,11 +114,11 @@ def suits(x: Tensor, weight: Tensor, *, size: int | None = None) -> bool:
 
 @cache
 def uses_onednn() -> bool:
-    """Is this a processor that MKL does not know, and does oneDNN multiply as it should here?"""
+    """Whether MKL is slow on this processor and oneDNN returns correct products here."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _is_unknown_to_mkl()):
         return False
     x, weight = torch.arange(24.0).view(4, 6), torch.arange(30.0).view(6, 5).t()
-    try:  # an operator of PyTorch's own, which it promises to nobody
+    try:  # a private operator of PyTorch, which may change
         return bool(torch.equal(_onednn(x, weight), x @ weight.t()))
     except (AttributeError, RuntimeError, TypeError):
         return False

@@ -1,8 +1,8 @@
-"""A decoder of the common architecture on a CPU, run by decode.c: logits of new tokens, or sampled tokens.
+"""Run a decoder of the common architecture on a CPU with decode.c: logits of new tokens, or sampled tokens.
 
-The matrices are copies of the parameters: projections of the same input are concatenated, with the weight of the norm
-before them multiplied in. They are copied again when the parameters have changed. A hook, an adapter or an exchanged
-module is noticed before a step, which then runs by the modules.
+The matrices are copies of the parameters. Projections of the same input are concatenated, and the weight of the norm
+before them is multiplied in. They are copied again after the parameters have changed. A hook, an adapter or a replaced
+module is detected before a step; the step then runs the modules instead.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from verifiers.kernels.decoder import CommonDecoder, DecoderLayer
 from verifiers.kernels.modules import ModuleSnapshot
 from verifiers.kernels.sampling import SamplingColumns
 
-STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # angles depend on the position alone
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # angles depend only on the position
 
 
 def unsupported(decoder: CommonDecoder) -> str | None:
-    """Why a model cannot be run in C, in a few words; None if it can."""
+    """Why a model cannot run in C, in a few words; None if it can."""
     model, layers = decoder.model, decoder.layers
     if decoder.was_hooked:
         return "hooks on its modules"
     if any(hasattr(one, "merged_adapters") for one in model.modules()):
         return "adapters"
     if not decoder.is_whole:
-        return f"{len(layers)} of its layers are of the common kind, and there is more to it" if layers else (
-            "its layers are of another kind"
+        return f"it has more parts than its {len(layers)} layers of the common architecture" if layers else (
+            "its layers have another architecture"
         )  # fmt: skip
     linears = [model.lm_head, *(one for layer in layers for one in (*layer.qkv, *_other_linears(layer)))]
     norms = [model.model.norm, *(one for layer in layers for one in (*layer.norms, *(layer.head_norms or ())))]
     kinds = {
-        "capped scores": any(one.softcap is not None for one in layers),
-        "another activation than SiLU": not all(one.is_silu for one in layers),
-        "norms of another kind than RMS": any(one not in decoder.epsilons for one in norms),
-        "linear layers of another class": any(type(one) is not nn.Linear for one in linears),
-        "an embedding of another class": type(model.model.embed_tokens) is not nn.Embedding,
+        "soft-capped attention scores": any(one.softcap is not None for one in layers),
+        "an activation other than SiLU": not all(one.is_silu for one in layers),
+        "norms other than RMS": any(one not in decoder.epsilons for one in norms),
+        "linear layers other than nn.Linear": any(type(one) is not nn.Linear for one in linears),
+        "an embedding other than nn.Embedding": type(model.model.embed_tokens) is not nn.Embedding,
         "weights that are not float32": any(getattr(one.weight, "dtype", 0) is not torch.float32 for one in linears),
-        "rotary angles that change": getattr(model.model.rotary_emb, "rope_type", None) not in STATIC_ROPE,
-        "layers of several sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
+        "length-dependent rotary angles": getattr(model.model.rotary_emb, "rope_type", None) not in STATIC_ROPE,
+        "layers of different sizes": len({(one.heads, one.kv_heads, one.head_dim, one.inner) for one in layers}) > 1,
     }
     found = next((name for name, is_so in kinds.items() if is_so), None)
     return found or (why_none() if decode_functions() is None else None)
@@ -67,7 +67,7 @@ class Paged(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Tokens of K steps for B sequences, with their logprobs under the sampling distribution, and the raw ones."""
+    """Tokens of K steps for B sequences, with their logprobs under the sampling and the raw distribution."""
 
     token_KB: np.ndarray
     logprob_KB: np.ndarray
@@ -92,20 +92,20 @@ class CpuModel:
 
     @property
     def is_unchanged(self) -> bool:
-        """Has the model still the same modules, parameters and settings, and no hooks?"""
+        """Whether the model still has the same modules, parameters and settings, and no hooks."""
         return not any(self._snapshot.hooks) and self._snapshot.is_same
 
     @property
     def is_usable(self) -> bool:
-        """May the next step run here? A larger model needs `lay_out` first."""
+        """Whether the next step may run in C. A larger model needs `lay_out` first."""
         return self._is_wanted and self.is_unchanged
 
     def lay_out(self) -> None:
-        """Have the parameters copied before the next step."""
+        """Copy the parameters before the next step."""
         self._is_wanted = True
 
     def drop(self) -> None:
-        """The parameters have changed: the copy is stale."""
+        """Mark the copy as stale, because the parameters have changed."""
         self._is_stale = True
         self._is_wanted = self.is_small
         if not self.is_small:  # frees memory for the optimizer
@@ -114,7 +114,7 @@ class CpuModel:
     def run(
         self, ids_T: Tensor, sequence_T: np.ndarray, position_T: np.ndarray, keep_N: np.ndarray, cache: Paged
     ) -> Tensor:
-        """The logits ``[N, vocabulary]`` of the tokens in ``keep``; keys and values of all are written to the cache."""
+        """The logits ``[N, vocabulary]`` of the tokens in ``keep_N``. Writes all keys and values to the cache."""
         held, functions, n = self._ready(), decode_functions(), len(ids_T)
         model, team = held.model_with(cache), held.team
         hidden, logits = F.embedding(ids_T, held.embedded), torch.empty(len(keep_N), self.vocabulary)
@@ -129,7 +129,7 @@ class CpuModel:
         self, token_B: np.ndarray, position_B: np.ndarray, columns: SamplingColumns, steps: int, is_end_V: np.ndarray,
         cache: Paged,
     ) -> Drawn:  # fmt: skip
-        """Sample at most ``steps`` tokens after the last ones, until a sequence samples an end token or NaN.
+        """Sample at most ``steps`` tokens per sequence, until a sequence samples an end token or has a NaN.
 
         C overwrites ``token_B``, ``position_B`` and ``columns.step_B``.
         """
@@ -173,8 +173,8 @@ class _Matrices:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Copy the parameters as they are now."""
-        self._angles = ()  # they are rounded if the model had another dtype for a while
+        """Copy the current parameters."""
+        self._angles = ()  # may be rounded if the model temporarily had another dtype
         self.embedded = self._inner.embed_tokens.weight.detach().contiguous()
         self.team.share([one.lay_out for one in self._panels])
         for norms in self._head_norms:
@@ -183,7 +183,7 @@ class _Matrices:
     def model_with(self, cache: Paged) -> Any:
         """A pointer to the model with this KV cache."""
         model, tables = self._model, cache.tables
-        if not self._angles or len(self._angles[0]) != cache.length:  # by the model's own module
+        if not self._angles or len(self._angles[0]) != cache.length:  # compute them with the model's own module
             found = self._inner.rotary_emb(self.embedded, position_ids=torch.arange(cache.length)[None])
             self._angles = tuple(one[0].contiguous() for one in found)
         cos, sin = self._angles
@@ -232,7 +232,7 @@ class _Panels:
 
     def lay_out(self) -> None:
         inputs, first = self.matrix.rows, 0
-        # C divides by the L2 norm of a vector, which is √width times its RMS.
+        # C divides by a vector's L2 norm, which is √width times its RMS.
         scale = None if self._norm is None else self._norm.weight.detach().float() * inputs**0.5
         for one in self._linears:
             weight, end = one.weight.detach().contiguous(), first + one.out_features
@@ -262,5 +262,5 @@ class _HeadNormWeights:
 
 
 def _epsilon_sum(norm: Any, epsilons: Mapping[Any, float]) -> float:
-    """Epsilon times the width: C adds it to the sum of a vector's squares instead of their mean."""
+    """Epsilon times the width, because C adds it to the sum of a vector's squares, not to their mean."""
     return epsilons[norm] * float(norm.weight.shape[0])

@@ -1,4 +1,4 @@
-/* Attention of packed rows, forward and backward: each segment attends to its prefix and causally to itself. */
+/* Attention of packed rows, forward and backward. Each segment attends to its prefix and causally to itself. */
 
 #pragma once
 
@@ -29,7 +29,7 @@ static inline __attribute__((always_inline)) void tile(
         for (int j = 0; j < wide; j++) *(Vector *)(c + i * c_row + j * SIMD) = sums[i][j];
 }
 
-/* c = a · b, or c += a · b. `m` is a multiple of TILE_ROWS, `n` of LANES; a[i, k] is at i · row + k · step. */
+/* c = a · b, or c += a · b. `m` is a multiple of TILE_ROWS, and `n` of LANES. a[i, k] is at i · row + k · step. */
 static void multiply(
     int64_t m, int64_t n, int64_t depth, const float *a, int64_t row, int64_t step, const float *b, int64_t b_row,
     float *c, int64_t c_row, int adds) {
@@ -51,21 +51,21 @@ static void multiply(
 
 /* A segment of `tokens` tokens, which attend causally to the segment and to the `before` tokens of its prefix. */
 typedef struct {
-    int64_t first, tokens, prefix, before; /* the first token of the segment, and of its prefix */
+    int64_t first, tokens, prefix, before; /* first and prefix: the first token of the segment and of its prefix */
 } Segment;
 
-/* Queries are [tokens, groups · share, dim], keys and values [tokens, groups, dim]; `wide` is dim padded to LANES. */
+/* Queries are [tokens, groups · share, dim], keys and values [tokens, groups, dim]. `wide` is dim padded to LANES. */
 typedef struct {
     int64_t groups, share, dim, wide;
     float scale;
 } Shape;
 
-/* LANES queries of one group (kv head), the heads of a token one after the other: their indices, and the number of keys
-   that each attends to. Lanes without a query have that of the last one, and zeros as query. */
+/* LANES queries of one group (kv head), ordered by token, then head: their indices, and the number of keys that each
+   attends to. Lanes without a query have the number of keys of the last query, and zeros as query. */
 typedef struct {
     int64_t count, at[LANES];
     int32_t seen[LANES];
-    int64_t few, most, rows; /* keys of the first query, of the last, and the latter padded to whole tiles */
+    int64_t few, most, rows; /* number of keys of the first query, and of the last; the latter padded to whole tiles */
 } Queries;
 
 static void locate(const Shape *shape, const Segment *segment, int64_t group, int64_t first, Queries *to) {
@@ -95,7 +95,7 @@ static void gather(const Shape *shape, const Segment *segment, const float *x, i
     memset(to, 0, (padded(n) - n) * wide * sizeof(float));
 }
 
-/* Some queries (or their gradients) times `by`, as columns, and unless `rows` is NULL as padded rows. */
+/* Copy some queries (or their gradients) times `by` to `columns`, and as padded rows to `rows` unless it is NULL. */
 static void gather_queries(
     const Shape *shape, const Queries *queries, const float *x, int64_t skipped, float by, float *columns,
     float *rows) {
@@ -108,7 +108,7 @@ static void gather_queries(
     }
 }
 
-/* Causal mask: -∞ for keys beyond those that a query attends to. */
+/* Causal mask: set the scores of keys that a query does not attend to to -∞. */
 static void mask(const Queries *queries, float *scores) {
     for (int64_t j = queries->few; j < queries->rows; j++)
 #pragma omp simd
@@ -121,13 +121,13 @@ static int64_t queries_of(int64_t n_segments, const Segment *segments) {
     return last->first + last->tokens - segments->first;
 }
 
-/* Workspace in floats for attention over so many keys. */
+/* Workspace in floats for attention over `keys` keys. */
 int64_t attention_workspace(int64_t keys, int64_t dim) {
     return 4 * padded(keys) * padded(dim) + 2 * padded(keys) * LANES + 5 * LANES * padded(dim);
 }
 
-/* Attention of the heads of some groups. `out` begins with the first segment, and so do the softmax statistics of the
-   backward (`sums`): the maximum m of the scores of each query, then for each query the sum of exp(score - m). */
+/* Attention of the heads of some groups. `out` begins with the first segment, and so does `sums`, the softmax
+   statistics for the backward: first the maximum score m of each query, then each query's sum of exp(score - m). */
 void attention(
     int64_t n_segments, const Segment *segments, int64_t groups, int64_t share, int64_t dim, float scale,
     int64_t first_group, int64_t end_group, const float *q, const float *k, const float *v, float *out, float *sums,
@@ -176,7 +176,7 @@ void attention(
     }
 }
 
-/* Gradients of queries, keys and values, added to the outputs. */
+/* Gradients of queries, keys and values. They are added to the outputs. */
 void attention_back(
     int64_t n_segments, const Segment *segments, int64_t groups, int64_t share, int64_t dim, float scale,
     int64_t first_group, int64_t end_group, const float *q, const float *k, const float *v, const float *out,

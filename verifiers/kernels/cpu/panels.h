@@ -7,7 +7,7 @@
 #include "simd.h"
 
 enum { LANES = SIMD, TILE_ROWS = SIMD == 16 ? 8 : 6, PANEL = LANES * TILE_VECTORS }; /* rows and columns of a tile */
-enum { KEY_BLOCK = 32 }; /* keys at a time: they stay in the cache for all queries that share them */
+enum { KEY_BLOCK = 32 }; /* keys processed at a time, which stay in the CPU's cache for all queries that share them */
 typedef Vector Lanes;
 typedef float Four __attribute__((vector_size(16)));
 
@@ -25,7 +25,7 @@ typedef struct {
     int32_t parts, arrived, phase, is_over;
 } Team;
 
-enum { SPINS = 2000 }; /* before a waiting thread yields its core */
+enum { SPINS = 2000 }; /* spins before a waiting thread yields its core */
 
 /* Wait for all threads of the team. */
 static void barrier(Team *team) {
@@ -50,7 +50,7 @@ static Part part_of(int64_t n, int64_t part, const Team *team) {
 
 /* --- matrices --------------------------------------------------------------------------------------------------- */
 
-/* Copy `n` rows (outputs) of `weight` to the columns from `first` on, scaled input by input unless scale is NULL. */
+/* Copy `n` rows (outputs) of `weight` to the columns from `first` on. Scales each input unless `scale` is NULL. */
 void lay_out(float *panels, int64_t first, int64_t n, int64_t inputs, const float *weight, const float *scale) {
     for (int64_t done = 0, some; done < n; done += some) {
         int64_t column = (first + done) % PANEL;
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-/* y = x · matrix (+ bias), or y += that: `m` rows, and this thread's part of the columns. */
+/* y = x · matrix (+ bias), or y += x · matrix (+ bias), for `m` rows and this thread's part of the columns. */
 static void multiply(
     const Matrix *matrix, int64_t m, const float *x, float *y, int adds, int64_t part, const Team *team) {
     int64_t inputs = matrix->rows, columns = matrix->columns;
@@ -113,7 +113,7 @@ static void multiply(
     }
 }
 
-/* Rows divided by their L2 norms; `epsilon` is added to the sums of squares. */
+/* Divide rows by their L2 norms. `epsilon` is added to the sums of squares. */
 static void normed(const float *x, float *y, int64_t m, int64_t width, float epsilon) {
     for (int64_t i = 0; i < m; i++, x += width, y += width) {
         float total = epsilon;

@@ -1,4 +1,4 @@
-"""Checks, on open descriptors, that nobody but this user (and root) can change a folder or a file."""
+"""Check, on open descriptors, that only this user (and root) can change a folder or a file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW"
 
 
 def open_private_folder(folder: Path) -> int:
-    """Open a folder that no other user can write to or replace, nor any of its parents.
+    """Open a folder, if no other user can write to or replace it or any of its parents.
 
-    PermissionError names the folder that others can change.
+    Otherwise raises PermissionError, which names the folder that others can change.
     """
     path = Path(os.path.realpath(folder))
     handle = os.open(path.anchor, _FOLDER)
     try:
         _check_folder(handle, Path(path.anchor), is_last=path == Path(path.anchor))
-        for depth, name in enumerate(path.parts[1:], 2):  # relative to the open parent, which cannot be swapped
+        for depth, name in enumerate(path.parts[1:], 2):  # relative to the open parent, which cannot be replaced
             inner = os.open(name, _FOLDER, dir_fd=handle)
             os.close(handle)
             handle = inner
@@ -31,10 +31,10 @@ def open_private_folder(folder: Path) -> int:
 
 
 def check_file(file: int, name: str) -> None:
-    """Raise PermissionError unless an open file is regular, and owned and writable by this user only."""
+    """Raise PermissionError unless an open file is regular, and owned and writable only by this user."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
-        raise PermissionError(f"{name} is no regular file")
+        raise PermissionError(f"{name} is not a regular file")
     if status.st_uid != os.geteuid():
         raise PermissionError(f"{name} belongs to user {status.st_uid}")
     if _others_can_write(status):
@@ -53,7 +53,7 @@ def _check_folder(handle: int, path: Path, *, is_last: bool) -> None:
 
 @cache
 def _unmapped_root() -> tuple[int, ...]:
-    """The uid as which root's files appear in a user namespace that does not map root: the overflow uid."""
+    """The owner shown for root's files in a user namespace that does not map root: the overflow uid."""
     try:
         first = Path("/proc/self/uid_map").read_text().split()
         return () if first == ["0", "0", "4294967295"] else (int(Path("/proc/sys/kernel/overflowuid").read_text()),)
@@ -68,7 +68,7 @@ def _others_can_write(status: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """A user private group: it has this user's name and no other member."""
+    """Whether this is the user's private group: it has the user's name and no other member."""
     if group == 0 and os.geteuid() == 0:
         return True
     try:

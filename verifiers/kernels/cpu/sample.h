@@ -1,4 +1,4 @@
-/* Logits → a token, as in kernels/sampling.py: the same random number, the same truncation. */
+/* Sample a token from logits, with the same random numbers and truncation as kernels/sampling.py. */
 
 #include "simd.h"
 
@@ -10,7 +10,7 @@ typedef struct {
     const int64_t *top_k, *seed, *step;
 } Sampling;
 
-/* One number in [0, 1) for each (seed, step): splitmix64, as in `uniforms`. */
+/* One number in [0, 1) for each (seed, step), by splitmix64, as in `uniforms`. */
 static double uniform(int64_t seed, int64_t step) {
     uint64_t z = (uint64_t)seed + ((uint64_t)step + 1) * 0x9E3779B97F4A7C15u;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -23,7 +23,7 @@ static void weigh(const float *logits, int64_t n, float max, float inverse_tempe
     for (int64_t i = 0; i < n; i++) weights[i] = exp_of((logits[i] - max) * inverse_temperature);
 }
 
-/* Zero the weights below the floor; the sum of each span, and the total. */
+/* Zero the weights below the floor. Writes the sum of each span and returns the total. */
 static double add_up(float *weights, int64_t n, float floor, float *sums) {
     double total = 0.0;
     for (int64_t first = 0, s = 0; first < n; first += SPAN, s++) {
@@ -40,8 +40,8 @@ static double add_up(float *weights, int64_t n, float floor, float *sums) {
     return total;
 }
 
-/* The lowest weight kept by top-k, or by top-p, where weights of a sum of `enough` are kept; the highest weight is 1.
-   Bisects the bit patterns of the floats, which are ordered as the floats are. */
+/* The lowest weight kept by top-k, or by top-p, which keeps weights up to a sum of `enough`. The highest weight is 1.
+   Bisects the bit patterns of the floats, which have the same order as the floats. */
 static float floor_of(const float *weights, int64_t n, int64_t top_k, double enough) {
     int32_t low = 0, high = 0x3f800001;
     while (high - low > 1) {
@@ -80,14 +80,14 @@ static int64_t token_at(const float *weights, const float *sums, int64_t n, doub
         before += weights[i];
         if (before > target) return i;
     }
-    while (last > 0 && weights[last] == 0.0f) last--; /* after rounding: the last token of non-zero weight */
+    while (last > 0 && weights[last] == 0.0f) last--; /* due to rounding: the last token with a non-zero weight */
     return last;
 }
 
 /* Workspace of `drawn` in floats: the weights, and the sum of each span. */
 int64_t draw_workspace(int64_t vocabulary) { return vocabulary + (vocabulary + SPAN - 1) / SPAN; }
 
-/* Sample one of `n` tokens; temperature 0 takes the likeliest. */
+/* Sample one of `n` tokens. Temperature 0 takes the likeliest. */
 static int64_t drawn(
     const float *logits, int64_t n, const Sampling *sampling, int64_t row, float *logprob, float *raw,
     float *workspace) {

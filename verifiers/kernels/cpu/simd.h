@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* SIMD: floats of a vector. TILE_VECTORS: vectors in a row of a tile of sums, which stays in registers. */
+/* SIMD: floats per vector. TILE_VECTORS: vectors per row of a tile of sums, which stays in registers. */
 #if defined(__AVX512F__)
 enum { SIMD = 16, TILE_VECTORS = 2 };
 #elif defined(__AVX__)
@@ -18,7 +18,7 @@ enum { SIMD = 4, TILE_VECTORS = 2 };
 #endif
 typedef float Vector __attribute__((vector_size(4 * SIMD), aligned(4)));
 
-/* exp(x) to about 1 ulp: 0 below -87; NaN stays NaN. */
+/* exp(x) to about 1 ulp; 0 below -87; NaN stays NaN. */
 static inline float exp_of(float x) {
     float bounded = x < -87.0f ? -87.0f : x;
     bounded = bounded > 88.0f ? 88.0f : bounded;
@@ -33,7 +33,7 @@ static inline float exp_of(float x) {
     p = p * r + 1.66666655e-1f;
     p = p * r + 5.0e-1f;
     p = p * r * r + r + 1.0f;
-    /* The low bits of `shifted` are that integer; unsigned, so that no x, not even NaN, is undefined behaviour. */
+    /* The low bits of `shifted` are that integer. Unsigned, so that no x is undefined behaviour, not even NaN. */
     uint32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits - 0x4B400000u + 127u) << 23;

@@ -15,8 +15,8 @@ import torch
 
 from verifiers.kernels.cpu.binding import Team
 
-# Every layer has nine barriers, at which threads wait for the slowest: a thread needs this many parameters for its work
-# to outweigh them (benchmarks/cpu_threads.py).
+# Every layer has nine barriers, at which threads wait for the slowest one. A thread needs at least this many parameters
+# for its work to outweigh the waiting (benchmarks/cpu_threads.py).
 PARAMETERS_PER_THREAD = 2_000_000
 
 
@@ -25,20 +25,20 @@ def parameters_of(model: Any) -> int:
 
 
 def threads_for(model: Any) -> int:
-    """Threads for a model: one for every two million parameters, at most as many as PyTorch has."""
+    """Threads for a model: one per two million parameters, at most as many as PyTorch uses."""
     return max(1, min(int(torch.get_num_threads()), parameters_of(model) // PARAMETERS_PER_THREAD))
 
 
 def is_small(model: Any) -> bool:
-    """Is a model too small for a second thread? Then a copy of its weights costs next to nothing."""
+    """Whether a model is too small for a second thread. Copying its weights then costs almost nothing."""
     return parameters_of(model) < 2 * PARAMETERS_PER_THREAD
 
 
 class ThreadTeam:
     """Threads that call a C function at the same time, each for its part of the work.
 
-    They spin at barriers within C, so all of them must exist before the first call, and handing them work must not
-    fail. If not all threads can be started, those that were are stopped and the caller works alone.
+    They spin at barriers within C, so all of them must exist before the first call, and giving them work must not fail.
+    If not all threads can be started, the others are stopped and the caller works alone.
     """
 
     def __init__(self, parts: int) -> None:
@@ -55,11 +55,11 @@ class ThreadTeam:
 
     @property
     def parts(self) -> int:
-        """Number of threads with the caller's; after a fork only that one is left."""
+        """Number of threads, including the caller's. After a fork, only the caller's is left."""
         return 1 + len(self._work) if os.getpid() == self._process else 1
 
     def call(self, function: Any, *args: Any) -> Any:
-        """Call one function in all threads; its last arguments are the thread's index and the team."""
+        """Call one function in all threads. Its last arguments are the thread's index and the team."""
         parts = self.parts
         shared = ctypes.byref(Team(parts))
         tasks = [partial(function, *args, part, shared) for part in range(parts)]
@@ -71,7 +71,7 @@ class ThreadTeam:
         self._run([partial(_do, tasks[part::parts]) for part in range(parts)])
 
     def _run(self, tasks: Sequence[Callable[[], object]]) -> object:
-        """Run one task in each thread, the first in the caller's, whose result is returned."""
+        """Run one task in each thread. The first runs in the caller's thread, and its result is returned."""
         others = tasks[1:]
         for queue, task in zip(self._work, others, strict=False):
             queue.put(task)

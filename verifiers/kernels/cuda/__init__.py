@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA. Only `projections` can be imported without a card."""
+"""Triton kernels for CUDA. Only `projections` can be imported without a GPU."""

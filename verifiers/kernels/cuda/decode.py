@@ -1,8 +1,8 @@
 """Triton: paged decode attention (one new token per sequence), head norms, rotary embedding, gating.
 
-They exist because a benchmark showed the need: attention that reads only the filled positions of a sequence, through
-its block table, needs neither masks nor a CUDA graph for each length, and the rotary embedding by plain operations is
-ten launches a layer. They round where plain operations round.
+Benchmarks showed the need for them. Attention that reads only the filled positions of a sequence, through its block
+table, needs neither masks nor a CUDA graph per length. The rotary embedding in plain operations takes ten launches per
+layer. The kernels round where plain operations round.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from verifiers.kernels.cuda.launch import begin, overlap
 from verifiers.kernels.cuda.splits import attend_block, attend_new, merge_part, partial_sums, span_of
 from verifiers.kernels.norms import HeadNorms
 
-BLOCK_S = 64  # keys of a tile
-IN_FLIGHT_BYTES = 32 << 10  # of keys and values in the pipeline of a program; more lowers the occupancy
-NARROW_BYTES = 128  # size of a key up to which one warp is faster than four
-LEAST_QUERIES = 16  # rows of a tensor core's tile
+BLOCK_S = 64  # keys per tile
+IN_FLIGHT_BYTES = 32 << 10  # of keys and values in a program's pipeline; more lowers the occupancy
+NARROW_BYTES = 128  # up to this size of a key, one warp is faster than four
+LEAST_QUERIES = 16  # rows of a tensor core tile
 BLOCK_GATED = 1024
 NORM_WARPS = 4
 
@@ -37,7 +37,7 @@ def rotate_pair(x, partner, cos, sin):
 
 @triton.jit
 def _inverse_rms(squares, epsilon, DIM: tl.constexpr):
-    """One over the root mean square, from the sum of squares."""
+    """The inverse root mean square, from the sum of squares."""
     return tl.rsqrt(squares / DIM + epsilon)
 
 
@@ -55,7 +55,7 @@ def _squares(x):
 def _rotated(
     x_ptr, d, in_dim, mask, cos, sin, norm_ptr, epsilon, AXIS: tl.constexpr, NORMS: tl.constexpr, DIM: tl.constexpr
 ):
-    """One head (AXIS 0) or several (AXIS 1) at ``x_ptr``: normed if NORMS, and rotated."""
+    """Load one head (AXIS 0) or several (AXIS 1) from ``x_ptr``, norm them if NORMS, and rotate them."""
     partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
     if AXIS == 1:
         d, partner, cos, sin = d[None, :], partner[None, :], cos[None, :], sin[None, :]
@@ -148,8 +148,8 @@ def _attend(
 
 
 def block_of(row_bytes: int, *, is_split: bool = True) -> dict[str, int]:
-    """Keys of a tile and pipeline stages, for keys of so many bytes. With splits loops are short: larger tiles, fewer
-    stages.
+    """Keys per tile and pipeline stages, for keys of ``row_bytes``. With splits, loops are short, so tiles are larger
+    and stages fewer.
 
     >>> block_of(128), block_of(128, is_split=False), block_of(512)
     ({'BLOCK': 128, 'num_stages': 2}, {'BLOCK': 64, 'num_stages': 3}, {'BLOCK': 32, 'num_stages': 2})
@@ -161,7 +161,7 @@ def block_of(row_bytes: int, *, is_split: bool = True) -> dict[str, int]:
 
 
 def _tile_of(row_bytes: int, queries: int, *, is_split: bool) -> dict[str, int]:
-    """As `block_of`, with the number of warps. Many short histories: one warp needs no barriers between warps."""
+    """Like `block_of`, with the number of warps. For many short histories, one warp avoids barriers between warps."""
     if row_bytes <= NARROW_BYTES and queries <= LEAST_QUERIES and not is_split:
         return {"BLOCK": BLOCK_S // 2, "num_stages": 3, "num_warps": 1}
     return block_of(row_bytes, is_split=is_split) | {"num_warps": 4}
@@ -172,13 +172,11 @@ def attend(
     *, scale: float, window: int | None, softcap: float | None, rotary: tuple[Tensor, Tensor] | None = None,
     norms: HeadNorms | None = None, stored: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Append the new keys and values of each sequence, and attend to all of them; ``[B, heads, 1, dim]``.
+    """Append the new keys and values of each sequence and attend to all of them. Returns ``[B, heads, 1, dim]``.
 
-    ``keys`` and ``values`` are the cache ``[blocks, kv_heads, page, dim]``, ``tables`` the block tables.
-
-    With ``rotary`` (cosines and sines, ``[B, 1, dim]``, or ``[positions, dim]`` of all positions) queries and keys are
-    first normed (with ``norms``) and rotated.
-    ``stored`` are `counters`, one for each sequence and kv head.
+    ``keys`` and ``values`` are the cache ``[blocks, kv_heads, page, dim]``; ``tables`` are the block tables. With
+    ``rotary`` (cosines and sines, ``[B, 1, dim]``, or ``[positions, dim]`` for all positions), queries and keys are
+    first normed (with ``norms``) and rotated. ``stored`` are `counters`, one per sequence and kv head.
     """
     batch, heads, _, dim = q.shape
     groups, page = keys.shape[1:3]
@@ -249,7 +247,7 @@ def _rotate(
 def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None:
     """Rotary embedding of queries and keys ``[B, heads, T, dim]``, in place, by angles ``[B or 1, T, dim]``.
 
-    With ``norms`` each head is normed before.
+    With ``norms``, each head is normed first.
     """
     batch, heads, tokens, dim = q.shape
     half = dim // 2
@@ -276,7 +274,7 @@ def _rms_norm(
 
 
 def rms_norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
-    """A module's RMS norm, as `reference.rms_norm`."""
+    """A module's RMS norm, like `reference.rms_norm`."""
     weight = module.weight
     if x.dtype is not weight.dtype or not x.is_contiguous():
         return reference.rms_norm(module, epsilon, x)
@@ -305,7 +303,7 @@ def _embed_norm(
 
 
 def embed_and_norm(ids_N: Tensor, table: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Rows of an embedding ``[tokens, dim]``, and their RMS norms."""
+    """Look up rows of an embedding ``[tokens, dim]`` and compute their RMS norms."""
     dim = table.shape[1]
     out, normed = (torch.empty((len(ids_N), dim), dtype=table.dtype, device=table.device) for _ in range(2))
     _embed_norm[(len(ids_N),)](

@@ -1,4 +1,4 @@
-"""Triton: prefill of new tokens through block tables: keys and values are stored, and attended to causally."""
+"""Triton: prefill of new tokens through block tables. Stores keys and values, and attends to them causally."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from verifiers.kernels.cuda.decode import block_of
 from verifiers.kernels.cuda.splits import attend_block, merge_part, partial_sums, span_of
 
-QUERIES = 64  # queries of a program: tokens × query heads of one kv head
+QUERIES = 64  # queries per program: tokens × query heads of one kv head
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
@@ -51,7 +51,7 @@ def _extend(
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A program: some tokens of one prompt, the query heads of one kv head, and a split of the history."""
+    """One program handles some tokens of one prompt, the query heads of one kv head, and one split of the history."""
     block = tl.program_id(0)
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -107,9 +107,9 @@ def extend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, blocks: Tensor,
     *, scale: float, window: int | None, softcap: float | None, splits: int = 1, stored: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of queries ``[1, heads, T, dim]`` whose own keys and values are in the cache already.
+    """Attention of queries ``[1, heads, T, dim]`` whose own keys and values are already in the cache.
 
-    ``blocks`` are the tokens of each program: first token, count, row of ``tables``, position; other tokens get zeros.
+    ``blocks`` has the tokens of each program: first token, count, row of ``tables``, position. Other tokens get zeros.
     """
     _, heads, tokens, dim = q.shape
     groups, page = keys.shape[1:3]
@@ -128,5 +128,5 @@ def extend(
 
 
 def queries_at_once(share: int) -> int:
-    """Queries of one program of `extend`: tokens × the ``share`` query heads of a kv head."""
+    """Queries per program of `extend`: tokens × the ``share`` query heads of a kv head."""
     return max(QUERIES, int(triton.next_power_of_2(share)))

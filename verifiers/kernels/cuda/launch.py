@@ -1,9 +1,9 @@
 """Launching kernels: properties of the GPU, and programmatic dependent launch (PDL), on Hopper and later.
 
-With PDL each kernel waits for the one before it to complete before it reads or writes anything, and lets the next one
-start then, so that launches overlap. A decode step of a small model is hundreds of kernels of a few microseconds. If a
-kernel let the next one start before it waits, thread blocks of many kernels would wait side by side, and take the
-shared memory and registers of those that run.
+With PDL, a kernel first waits until the previous kernel is complete, then lets the next kernel launch, so that launches
+overlap. A decode step of a small model has hundreds of kernels that take a few microseconds each. If a kernel let the
+next one launch before waiting, thread blocks of many kernels would wait at the same time and occupy shared memory and
+registers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARED_BYTES = 99 << 10  # assumed for GPUs that do not report it
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """At the top of a kernel: waits until the previous kernel is complete, and lets the next one launch."""
+    """Call at the top of a kernel: waits until the previous kernel is complete, then lets the next one launch."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -33,7 +33,7 @@ def overlap(device: torch.device) -> dict[str, Any]:
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if not is_nvidia or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {"OVERLAPS": False}
-    knows = hasattr(tl.extra.cuda, "gdc_wait")  # not in older versions of Triton
+    knows = hasattr(tl.extra.cuda, "gdc_wait")  # missing in older versions of Triton
     return {"OVERLAPS": True, "launch_pdl": True} if knows else {"OVERLAPS": False}
 
 

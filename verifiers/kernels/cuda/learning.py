@@ -1,8 +1,8 @@
-"""Triton kernels for training: all of a layer but its matrix products, and logprobs of logits, forward and backward.
+"""Triton kernels for training, forward and backward: a layer without its matrix products, and logprobs from logits.
 
-They exist because a profile showed the need: two thirds of a training step were elementwise operations that read and
-wrote the same activations over and over. Each kernel reads its inputs once, computes in float32, and rounds where the
-operations of the sampler round.
+A profile showed the need for them: elementwise operations that read and wrote the same activations repeatedly took two
+thirds of a training step. Each kernel reads its inputs once, computes in float32, and rounds where the sampler's
+operations round.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from verifiers.kernels.cuda.decode import rotate_pair
 
 BLOCK_V = 4096
 BLOCK_GATED = 1024
-TILE_ROTATED = 1024  # (token, pair) elements of one head that one program rotates at a time
-TILE_NORMED = 2048  # elements that one program norms at a time
-PARTS = 1024  # programs of a norm's backward, at most; each sums a partial gradient of the weight
+TILE_ROTATED = 1024  # (token, pair) elements of one head that a program rotates at a time
+TILE_NORMED = 2048  # elements that a program norms at a time
+PARTS = 1024  # maximum programs of a norm's backward; each sums a partial gradient of the weight
 
 
 # --- logprobs of given tokens -----------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def _pick_back(
 
 
 def logprobs_back_(logits_NV: Tensor, target_N: Tensor, temperature: float, lse_N: Tensor, grad_N: Tensor) -> None:
-    """Turn logits into their gradients, in place, given those of the targets' logprobs."""
+    """Replace logits by their gradients, in place, given the gradients of the targets' logprobs."""
     rows, vocabulary = logits_NV.shape
     _pick_back[(rows, triton.cdiv(vocabulary, BLOCK_V))](
         logits_NV, target_N, lse_N, grad_N, 1.0 / temperature, logits_NV.stride(0),
@@ -144,7 +144,7 @@ def _norm_back(
 def norm_back(
     x_ND: Tensor, weight: Tensor, scale_N: Tensor, residual_ND: Tensor | None, grad_ND: Tensor, *, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input and of the weight; ``residual``, the gradient of the residual connection, is added."""
+    """Gradients of the input and the weight. Adds ``residual_ND``, the gradient of the residual connection."""
     rows, width = x_ND.shape
     out = torch.empty_like(x_ND)
     tile = _norm_tile(width)
@@ -158,7 +158,7 @@ def norm_back(
 
 
 def _norm_tile(width: int) -> dict[str, int]:
-    """Tile of rows and columns: narrow rows are grouped, so that tiles have about the same size.
+    """Tile size in rows and columns. Narrow rows are grouped, so that tiles have about the same size.
 
     >>> _norm_tile(576)
     {'BLOCK': 1024, 'ROWS': 2, 'num_warps': 4}
@@ -207,7 +207,7 @@ def _rotate(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys ``[B, T, heads, dim]``, by angles ``[B or 1, T, dim]``; or its backward."""
+    """Rotary embedding of queries and keys ``[B, T, heads, dim]`` by angles ``[B or 1, T, dim]``, or its backward."""
     batch, length, heads, dim = q.shape
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     tokens, half = batch * length, dim // 2
@@ -237,7 +237,7 @@ def _gated_back(gate_ptr, up_ptr, grad_ptr, gate_grad_ptr, up_grad_ptr, n, BLOCK
 
 
 def gated_back(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``gate`` and ``up``, given that of SiLU of ``gate`` times ``up``."""
+    """Gradients of ``gate`` and ``up``, given the gradient of SiLU of ``gate`` times ``up``."""
     gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
     n = gate.numel()
     _gated_back[(triton.cdiv(n, BLOCK_GATED),)](gate, up, grad, gate_grad, up_grad, n, BLOCK=BLOCK_GATED, num_warps=4)

@@ -1,6 +1,6 @@
-"""Triton: several projections of one input in one launch, and one that is added and normed in two.
+"""Triton: several projections of one input in one launch; a projection plus residual and norm in two launches.
 
-`projections` decides when that is faster.
+`projections` decides when these are faster than cuBLAS.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from verifiers.kernels.cuda.launch import begin, multiprocessors, overlap, share
 
 __all__ = ["OutOfResources", "project", "project_gated"]
 
-TILE = 64  # rows, columns and depth of a tile: the sizes of matrices are multiples of it
+TILE = 64  # rows, columns and depth of a tile; matrix sizes are multiples of it
 MOST_STAGES = 5
 MOST_SPLITS = 5  # of the depth of a product; more take longer to add up
-DEEP = 4096  # depth from which tiles are twice as deep
+DEEP = 4096  # from this depth on, tiles are twice as deep
 KEPT_FREE = 8  # 1/8 of the shared memory is left free
 
 
 @triton.jit
 def _dot(x, w, total, SWAPS: tl.constexpr):
-    """Accumulate a product. Few rows go on the right side: the left operand of a tensor core has at least 64 rows."""
+    """Accumulate a product. SWAPS puts few rows on the right, as a tensor core's left operand has at least 64 rows."""
     return tl.dot(tl.trans(w), tl.trans(x), total) if SWAPS else tl.dot(x, w, total)
 
 
 @triton.jit
 def load_terms(at, inside, is_term, K: tl.constexpr, PART: tl.constexpr):
-    """Load a block of a matrix; the depth is masked only if K is no multiple of PART."""
+    """Load a block of a matrix. The depth is masked only if K is not a multiple of PART."""
     return tl.load(at, mask=inside, other=0.0) if K % PART == 0 else tl.load(at, mask=inside & is_term, other=0.0)
 
 
@@ -46,7 +46,7 @@ def _sum_products(
     x_ptr, w_ptr, m, n, M, first, stop, K: tl.constexpr, SWAPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product of rows m of a matrix and rows n of another, over the terms from ``first`` to ``stop``."""
+    """A tile of the product of rows m of one matrix and rows n of another, over the terms ``[first, stop)``."""
     k = first + tl.arange(0, BLOCK_K)
     x_at = x_ptr + m[:, None] * K + k[None, :]
     w_at = w_ptr + n[None, :] * K + k[:, None]
@@ -116,7 +116,7 @@ def _project_part(
     x_ptr, w_ptr, part_ptr, M, span, N: tl.constexpr, K: tl.constexpr, SWAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The product of ``span`` terms of the depth, in float32."""
+    """The partial product over ``span`` terms of the depth, in float32."""
     begin(OVERLAPS)
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,7 +132,7 @@ def _add_norm(
     hidden_ptr, part_ptr, weight_ptr, out_ptr, normed_ptr, epsilon, M, splits,
     N: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A row: the parts of a projection are added to the hidden states, whose RMS norm is taken."""
+    """For one row, add the parts of a projection to the hidden states and compute their RMS norm."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, PADDED)
@@ -150,8 +150,8 @@ def _add_norm(
 
 
 def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict[str, Any]:
-    """Tile sizes for ``products`` at once, small enough that every multiprocessor has a program; as many pipeline
-    stages as the shared memory allows for all resident programs, which are bound by memory."""
+    """Tile sizes for ``products`` at once, small enough that every multiprocessor has a program. The programs are
+    memory-bound, so they use as many pipeline stages as the shared memory allows for all resident programs."""
     block_m = min(TILE, max(16, triton.next_power_of_2(rows)))
     down, many, shared = triton.cdiv(rows, block_m), multiprocessors(device), shared_memory(device)
     is_few = block_m == TILE and down * columns // (TILE // 2) <= many
@@ -170,7 +170,7 @@ def _tiles(rows: int, columns: int, products: int, device: torch.device) -> dict
 
 
 def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    """Up to three projections of one input in one launch; sizes are multiples of 64."""
+    """Up to three projections of one input in one launch. Sizes must be multiples of 64."""
     flat = x.reshape(-1, x.shape[-1])
     sizes = [weight.shape[0] for weight in weights]
     n_1, n_2, n_3 = (*sizes, 0, 0)[:3]
@@ -187,7 +187,7 @@ def project(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> li
 
 
 def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of one projection times another, in one launch; sizes are multiples of 64."""
+    """SiLU of one projection times another, in one launch. Sizes must be multiples of 64."""
     flat = x.reshape(-1, x.shape[-1])
     rows, size = flat.shape[0], gate.shape[0]
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -198,7 +198,7 @@ def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _split_tiles(rows: int, columns: int, depth: int, device: torch.device) -> tuple[dict[str, Any], int]:
-    """Tile sizes for one projection, and into how many parts its depth is split so that few rows fill the card."""
+    """Tile sizes for one projection, and into how many parts its depth is split so that few rows fill the GPU."""
     block_m, many = min(TILE, max(16, triton.next_power_of_2(rows))), multiprocessors(device)
     tiles = triton.cdiv(rows, block_m) * (columns // TILE)
     block_n = TILE // 2 if block_m == TILE and 6 * tiles <= many else TILE
@@ -209,14 +209,14 @@ def _split_tiles(rows: int, columns: int, depth: int, device: torch.device) -> t
 
 
 def is_splittable(rows: int, weight: Tensor) -> bool:
-    """Would a projection alone leave multiprocessors idle, so that `add_projected_and_norm` splits its depth?"""
+    """Whether `add_projected_and_norm` splits the depth, because a projection alone leaves multiprocessors idle."""
     return _split_tiles(rows, *weight.shape, weight.device)[1] > 1
 
 
 def add_projected_and_norm(
     hidden: Tensor, x: Tensor, weight: Tensor, norm: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """``hidden`` plus a projection, and the RMS norm of that, in two launches; sizes are multiples of 64."""
+    """``hidden`` plus a projection, and the RMS norm of the sum, in two launches. Sizes must be multiples of 64."""
     rows, (size, depth) = x.shape[0], weight.shape
     tiles, splits = _split_tiles(rows, size, depth, x.device)
     span = triton.cdiv(depth // tiles["BLOCK_K"], max(splits, 1)) * tiles["BLOCK_K"]
@@ -228,6 +228,6 @@ def add_projected_and_norm(
     padded, most = triton.next_power_of_2(size), triton.next_power_of_2(MOST_SPLITS)
     _add_norm[(rows,)](
         hidden, parts, norm, total, normed, epsilon, rows, splits, N=size, PADDED=padded, MOST=most,
-        num_warps=min(16, max(4, padded // 512)), **overlap(x.device),  # at most 128 numbers a thread
+        num_warps=min(16, max(4, padded // 512)), **overlap(x.device),  # at most 128 numbers per thread
     )  # fmt: skip
     return total, normed

@@ -1,4 +1,4 @@
-"""Triton: LoRA of several projections of one input in two launches: y += scale · (x · aᵀ) · bᵀ."""
+"""Triton: LoRA for several projections of one input in two launches: y += scale · (x · aᵀ) · bᵀ."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verifiers.kernels.cuda.linear import load_terms
 from verifiers.kernels.modules import Lora
 
 MOST_AT_ONCE = 3
-ROWS, COLUMNS, TERMS = 16, 128, 128  # of a tile; half the columns if a projection is no multiple of them
-TERMS_OF_A_PART, MOST_PARTS = 1024, 8  # split-K of the first product, because there are few programs
+ROWS, COLUMNS, TERMS = 16, 128, 128  # of a tile; half the columns if a projection's size is not a multiple of COLUMNS
+TERMS_OF_A_PART, MOST_PARTS = 1024, 8  # split-K of the first product, which has few programs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -76,9 +76,9 @@ def _expand(
 
 
 def add_adapted_(ys: Sequence[Tensor], x: Tensor, loras: Sequence[Lora]) -> None:
-    """Add to each result ``[rows, columns]``, in place, the adapter's product with the input ``[rows, width]``.
+    """Add each adapter's product with the input ``[rows, width]`` to its result ``[rows, columns]``, in place.
 
-    At most three adapters of one rank; columns are multiples of 64 and contiguous.
+    At most three adapters of equal rank. Columns must be contiguous, and their number a multiple of 64.
     """
     rows, width = x.shape
     rank, n = loras[0].a_RK.shape[0], len(loras)

@@ -1,12 +1,11 @@
-"""Several projections of one input in one CUDA launch, where timing shows that to be faster than cuBLAS.
+"""Several projections of one input in one CUDA launch, if timing shows that this is faster than cuBLAS.
 
-In a decode step of a small model the matrices are so small that a launch takes as long as the product. Weights are read
-in place, not concatenated.
+In a decode step of a small model, the matrices are so small that a launch takes as long as the product. Weights are
+read in place, not concatenated.
 
-There is no rule by sizes, because cuBLAS chooses its kernel and split-K by rows, sizes, GPU and version: a rule that
-fits one of them would be wrong on the next. Both ways are timed once for each set of sizes and number of rows, while a
-step is warmed up for its CUDA graph; their results agree up to rounding. Sizes that were not timed run as plain
-projections.
+The choice is not based on sizes, because cuBLAS selects its kernel and split-K by rows, sizes, GPU and version, so no
+rule would hold for all of them. Both variants are timed once per set of sizes and number of rows, during the warm-up of
+a step's CUDA graph. Their results agree up to rounding. Sizes that were not timed run as plain projections.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from verifiers.kernels.modules import Lora, has_hooks, is_hooked, is_plain_linea
 
 T = TypeVar("T")
 
-MOST_ROWS = 2048  # with more, a product takes much longer than a launch
+MOST_ROWS = 2048  # with more rows, a product takes much longer than a launch
 MOST_RANK = 128  # of adapters
-TILE = 64  # the kernels need sizes that are multiples of it
+TILE = 64  # the kernels need sizes that are multiples of this
 REPEATS = 20
-MARGIN = 0.97  # of the time of plain projections: our kernel must be at least this fast
-OWN_FAULTS = "thread_local"  # capture mode: forbidden calls of other threads (a trainer's, say) do not break a capture
+MARGIN = 0.97  # our kernel must take less than this share of the time of plain projections
+OWN_FAULTS = "thread_local"  # capture mode in which other threads (a trainer's, for example) cannot break a capture
 
 _choices: dict[tuple[Any, ...], bool] = {}
 
 
 def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
-    """Each of these linear layers applied to the input."""
+    """Apply each of these linear layers to the input."""
 
     adapted = _adapted(x, linears)
     if adapted:
@@ -60,7 +59,7 @@ def project(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
 
 
 def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """SiLU of one projection times another; ``gated`` does that to their results."""
+    """SiLU of one projection times another. ``gated`` combines two results."""
     if _adapted(x, (gate, up)):
         return gated(*project(x, (gate, up)))
 
@@ -78,7 +77,7 @@ def project_gated(x: Tensor, gate: Any, up: Any, gated: Callable[[Tensor, Tensor
 
 
 def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
-    """Add a projection to ``total`` in place; of a plain layer by the matrix product itself (addmm)."""
+    """Add a projection to ``total`` in place, within the matrix product (addmm) if the layer is plain."""
     if not total.is_contiguous():
         return total.add_(linear(x))
     if adapted := _adapted(x, (linear,)):
@@ -94,7 +93,7 @@ def add_projected(total: Tensor, linear: Any, x: Tensor) -> Tensor:
 
 
 def add_projected_and_norm(hidden: Tensor, linear: Any, x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """Hidden states plus a projection, which may overwrite them, and the norm of that."""
+    """Hidden states plus a projection, and the norm of the sum. May overwrite the hidden states."""
 
     def plain() -> tuple[Tensor, Tensor]:
         total = add_projected(hidden, linear, x)
@@ -106,7 +105,7 @@ def add_projected_and_norm(hidden: Tensor, linear: Any, x: Tensor, norm: Any) ->
         assert fused is not None
         return kernels.add_projected_and_norm(hidden, x, linear.weight, *fused)
 
-    # Timing adds to the hidden states again and again: it is done in a warm-up, whose results are dropped.
+    # Timing adds to the hidden states repeatedly, so it runs only during a warm-up, whose results are dropped.
     fused = _own_norm(norm) if _is_known(x, (linear,)) and linear.bias is None and hidden.is_contiguous() else None
     if fused is None or fused[0].dtype is not x.dtype or not _is_splittable(x, linear):
         return plain()
@@ -114,7 +113,7 @@ def add_projected_and_norm(hidden: Tensor, linear: Any, x: Tensor, norm: Any) ->
 
 
 def embed_and_norm(ids: Tensor, embedding: Any, norm: Any) -> tuple[Tensor, Tensor]:
-    """The embeddings of tokens ``[tokens, width]``, and the norm of that."""
+    """The embeddings of tokens ``[tokens, width]``, and their norm."""
     weight = embedding.weight
     is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not is_hooked(embedding)
     fused = _own_norm(norm) if weight.is_cuda and is_plain and weight.is_contiguous() else None
@@ -128,7 +127,7 @@ def embed_and_norm(ids: Tensor, embedding: Any, norm: Any) -> tuple[Tensor, Tens
 
 
 def _own_norm(norm: Any) -> tuple[Tensor, float] | None:
-    """Weight and epsilon of a norm module that is run by our kernel now; None if the module has to be called."""
+    """Weight and epsilon of a norm module that our kernel currently replaces; None if the module must be called."""
     from verifiers.kernels.cuda import decode
 
     forward = vars(norm).get("forward")
@@ -151,7 +150,7 @@ def _project_one(linear: Any, x: Tensor) -> Tensor:
 
 
 def _has_few_rows(x: Tensor) -> bool:
-    """So few rows that oneDNN would have to pad them."""
+    """Whether there are so few rows that oneDNN would have to pad them."""
     return len(x) < matmul.SIZES[-1]
 
 
@@ -159,7 +158,7 @@ def _has_few_rows(x: Tensor) -> bool:
 
 
 def _adapted(x: Tensor, linears: Sequence[Any]) -> list[Any]:
-    """The adapter of each layer, or None; an empty list if no layer has one, or the kernels do not support one."""
+    """The adapter of each layer, or None. An empty list if no layer has one or the kernels do not support one."""
     if not x.is_cuda or not _is_small(x):
         return []
     loras = [lora_of(one) for one in linears]
@@ -186,12 +185,12 @@ def _add_adapted_(ys: Sequence[Tensor], x: Tensor, loras: Sequence[Lora]) -> Non
 
 
 def _is_small(x: Tensor) -> bool:
-    """A small batch in half precision."""
+    """Whether this is a small batch in half precision."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def _is_known(x: Tensor, linears: Sequence[Any]) -> bool:
-    """A small batch in half precision, and plain layers of sizes that go into whole tiles."""
+    """Whether this is a small batch in half precision and plain layers whose sizes are multiples of a tile."""
     if not x.is_cuda or not _is_small(x):
         return False
     return all(
@@ -234,7 +233,7 @@ def _faster(
 
 
 def _may_time(device: torch.device) -> bool:
-    """Only during the warm-up of a CUDA graph: on a side stream, and not yet capturing."""
+    """Whether this is the warm-up of a CUDA graph: on a side stream and not yet capturing."""
     is_aside = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
     return is_aside and not torch.cuda.is_current_stream_capturing()
 
@@ -244,13 +243,13 @@ def _is_faster(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
 
     try:
         return min(_time(one) for _ in range(2)) < MARGIN * min(_time(other) for _ in range(2))
-    except linear.OutOfResources:  # a card with less shared memory than the tiles take
+    except linear.OutOfResources:  # the GPU has less shared memory than the tiles need
         return False
 
 
 def _time(work: Callable[[], Any]) -> float:
-    """Milliseconds on the device: by a CUDA graph, which excludes the launch overhead of the host."""
-    work()  # compiles outside of the capture
+    """Milliseconds on the device, measured with a CUDA graph to exclude the host's launch overhead."""
+    work()  # compiles outside the capture
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
     with nothing_freed():

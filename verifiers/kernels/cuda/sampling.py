@@ -1,6 +1,6 @@
 """Triton: sampling without truncation in one pass over the logits; plain operations take eight.
 
-Blocks of a row are summed side by side: with few rows, one after the other would leave most of the card idle.
+Blocks of a row are summed in parallel. With few rows, summing them in sequence would leave most of the GPU idle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_V = 4096
 
 @triton.jit
 def _mix(seed, step):
-    """One seed for each (seed, step): splitmix64."""
+    """A random 64-bit number for each (seed, step), by splitmix64."""
     z = seed.to(tl.uint64) + (step.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -29,7 +29,7 @@ def _sum_blocks(
     logits_ptr, temperature_ptr, sums_ptr, row_stride, temperature_row,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Of each block of a row: its maximum, and its sums of exponentials relative to it, raw and by temperature."""
+    """For each block of a row, its maximum and the sums of exponentials relative to it, raw and with temperature."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -90,7 +90,7 @@ def _sample(
     x = tl.load(logits + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
     weight = tl.exp((x - tl.sum(tl.where(b == block, tops, 0.0), 0)) * inverse)
     reached = tl.cumsum(weight, 0)
-    share = tl.minimum((target - before) / own, 0.9999998)  # sums in another order: stay within the block
+    share = tl.minimum((target - before) / own, 0.9999998)  # sums differ in order; stay within the block
     found = tl.min(tl.where((reached > share * tl.max(reached, 0)) & (weight > 0.0), v, BLOCK), 0)
     i = tl.where(is_greedy | (found == BLOCK), tl.argmax(x, 0), found)
     chosen = tl.sum(tl.where(v == i, x, 0.0), 0)
@@ -101,7 +101,7 @@ def _sample(
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Untruncated sampling: what `verifiers.kernels.sampling.sample` returns, in one pass."""
+    """Sampling without truncation. Returns the same as `verifiers.kernels.sampling.sample`, in one pass."""
     batch, vocabulary = logits_BV.shape
     token = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     logprob, raw = (torch.empty(batch, dtype=torch.float32, device=logits_BV.device) for _ in range(2))

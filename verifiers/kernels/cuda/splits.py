@@ -1,7 +1,7 @@
-"""Split-KV attention (flash decoding): the history of a sequence, which are its cached keys and values, is split among
-several programs, each with a softmax over its part; the last program to finish merges the parts.
+"""Split-KV attention (flash decoding). A sequence's history (its cached keys and values) is split among several
+programs. Each computes a softmax over its part, and the last program to finish merges the parts.
 
-Without splits a few sequences with long histories would occupy a few multiprocessors and leave the others idle.
+Without splits, a few sequences with long histories would occupy a few multiprocessors and leave the others idle.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PER_MULTIPROCESSOR = 3  # programs: enough to balance long and short ones
+PER_MULTIPROCESSOR = 3  # programs per multiprocessor: enough to balance long and short ones
 MOST_SPLITS = 32
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 
 
 def splits_for(programs: int, multiprocessors: int) -> int:
-    """Number of splits of each history, so that every multiprocessor has several programs: a power of two.
+    """Number of splits of each history (a power of two), so that every multiprocessor has several programs.
 
     >>> [splits_for(rows * heads, 132) for rows, heads in ((1, 2), (12, 2), (32, 2), (128, 2), (256, 2), (1024, 3))]
     [32, 16, 8, 2, 1, 1]
@@ -29,7 +29,7 @@ def splits_for(programs: int, multiprocessors: int) -> int:
 
 
 def counters(programs: int, device: torch.device) -> Tensor:
-    """Counters of the stored parts of each history; zero before a launch and after it."""
+    """Counters of the stored parts of each history. They are zero before and after each launch."""
     return torch.zeros(programs, dtype=torch.int32, device=device)
 
 
@@ -90,7 +90,7 @@ def merge_part(
     part_ptr, sum_ptr, stored_ptr, history, split, splits, parts, queries, d, top, total, out, mask,
     QUERIES: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store a part. The program that stores the last part of a history merges all, in order, and returns True first."""
+    """Store a part. The program that stores a history's last part merges all parts in order and returns True first."""
     MOST: tl.constexpr = _MOST_SPLITS
     AT_ONCE: tl.constexpr = 64 // QUERIES if QUERIES < 64 else 1
     first = history.to(tl.int64) * splits * QUERIES
@@ -98,7 +98,7 @@ def merge_part(
     tl.store(part_ptr + part[:, None] * PADDED_DIM + d[None, :], out, mask=mask)
     tl.store(sum_ptr + part * 2, top)
     tl.store(sum_ptr + part * 2 + 1, total)
-    tl.debug_barrier()  # all threads have stored before one counts the part
+    tl.debug_barrier()  # all threads must have stored before the part is counted
     is_last = tl.atomic_add(stored_ptr + history, 1, sem="acq_rel") == parts - 1
     if is_last:
         tl.store(stored_ptr + history, 0)
@@ -120,7 +120,7 @@ def merge_part(
 
 @triton.jit
 def load_sums(sum_ptr, begun, parts, queries, PARTS: tl.constexpr, QUERIES: tl.constexpr):
-    """Maxima and sums of weights ``[PARTS, QUERIES]`` of some parts; of parts that are not there, of no weight."""
+    """Maxima and sums of weights ``[PARTS, QUERIES]`` of some parts. Missing parts have weight 0."""
     other = begun + tl.arange(0, PARTS)[:, None]
     at = sum_ptr + 2 * (other * QUERIES + queries[None, :])
     tops = tl.load(at, mask=other < parts, other=-1e38, cache_modifier=".cg")
