@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verifiers.chat.codec import Codec
-from verifiers.chat.recent import Recent
+from verifiers.chat.lru import LRU
 from verifiers.chat.tool_calls import CLOSE, OPEN, Style, style_of
 from verifiers.errors import RequestRefusedError
 from verifiers.messages import with_argument_objects
@@ -32,7 +32,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, *, model: str = "this model") -> None:
         self._tokenizer = tokenizer
         self._model = model
-        self._recent: Recent[str] = Recent()
+        self._recent: LRU[str] = LRU()
 
     @property
     def is_there(self) -> bool:
@@ -76,10 +76,10 @@ class ChatTemplate:
             "continue_final_message": continue_final_message,
         }
         key = (source, repr(plain), repr(tools), repr(settings), today())
-        text = self._recent.find(key)
+        text = self._recent.get(key)
         if text is None:
             text = self._write(list(_forms(plain, tools, source)), settings)
-            self._recent.keep(key, text)
+            self._recent.put(key, text)
         return text
 
     def _write(self, forms: Sequence[tuple[list[ChatMessage], Any]], settings: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verifiers.chat.codec import Codec
-from verifiers.chat.recent import Recent
+from verifiers.chat.lru import LRU
 from verifiers.chat.tool_calls import CLOSE, MISTRAL, OPEN, Style
 from verifiers.errors import InfraError, RequestRefusedError
 
@@ -89,7 +89,7 @@ class Constraints:
 
     def __init__(self, codec: Codec, *, vocabulary: int, stop_ids: frozenset[int]) -> None:
         self._codec, self._vocabulary, self._stop_ids = codec, vocabulary, stop_ids
-        self._recent: Recent[Constraint] = Recent()
+        self._recent: LRU[Constraint] = LRU()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="verifiers-grammars")  # starts its thread on demand
         self._is_closed = False
@@ -113,10 +113,10 @@ class Constraints:
     def compile(self, grammar: str) -> Constraint:
         """Compile a grammar in llguidance's syntax (see `schema_grammar`, `call_grammar`)."""
         with self._lock:
-            found = self._recent.find(grammar)
+            found = self._recent.get(grammar)
             if found is None:
                 found = self._compile(grammar)
-                self._recent.keep(grammar, found)
+                self._recent.put(grammar, found)
             return found
 
     def _compile(self, grammar: str) -> Constraint:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verifiers.chat.recent import Recent
+from verifiers.chat.lru import LRU
 from verifiers.samples import Sample
 
 if TYPE_CHECKING:
@@ -223,15 +223,15 @@ def distributions(sample: Sample, default: Distribution) -> tuple[tuple[int, Dis
     return tuple([(n, default if record is None else _distribution(record)) for n, record in sample.sampling])
 
 
-_read: Recent[Distribution] = Recent()
+_read: LRU[Distribution] = LRU()
 
 
 def _distribution(record: Mapping[str, Any]) -> Distribution:
     """`read_distribution`, cached: most replies were sampled with the same arguments."""
-    found = _read.find(key := repr(record))
+    found = _read.get(key := repr(record))
     if found is None:
         found = read_distribution(record)
-        _read.keep(key, found)
+        _read.put(key, found)
     return found
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verifiers.chat.recent import Recent
+from verifiers.chat.lru import LRU
 from verifiers.chat.tool_calls import Style
 from verifiers.clients.protocol import Request
 from verifiers.engine.constraints import Constraint, call_grammar, schema_grammar
@@ -25,8 +25,8 @@ class PromptWriter:
 
     def __init__(self, model: str, stops: Sequence[str]) -> None:
         self._model, self._stops = model, stops
-        self._recent_options: Recent[Options] = Recent()
-        self._recent_prompts: Recent[Prompt] = Recent()
+        self._recent_options: LRU[Options] = LRU()
+        self._recent_prompts: LRU[Prompt] = LRU()
 
     async def prepare(self, loaded: ReadyModel, request: Request, *, in_thread: bool = False) -> Prompt:
         """A request's prompt. A long one is tokenized in a thread, so that it does not block the event loop."""
@@ -35,11 +35,11 @@ class PromptWriter:
             return await asyncio.wrap_future(loaded.constraints.submit(self._checked_prompt, loaded, request))
         if not in_thread and chars_in(given, stop_after=SHORT_CHARS) <= SHORT_CHARS:
             key = (repr(given), request.message_type, request.timeout_s, *loaded.writer.now)
-            prompt = self._recent_prompts.find(key)
+            prompt = self._recent_prompts.get(key)
             if prompt is None:
                 prompt = self._prompt(loaded, request)
                 if prompt.options.is_of_plain_values:
-                    self._recent_prompts.keep(key, prompt)
+                    self._recent_prompts.put(key, prompt)
             return prompt
         return await asyncio.to_thread(self._checked_prompt, loaded, request)
 
@@ -122,11 +122,11 @@ class PromptWriter:
         if self._stops and isinstance(stops, str | list | tuple | None):
             given["stop"] = [*([stops] if isinstance(stops, str) else stops or []), *self._stops]
         key = repr(given)
-        options = self._recent_options.find(key)
+        options = self._recent_options.get(key)
         if options is None:
             options = read_options(given, vocabulary=loaded.vocabulary)
             if options.is_of_plain_values:
-                self._recent_options.keep(key, options)
+                self._recent_options.put(key, options)
         return options
 
 
