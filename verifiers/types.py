@@ -240,7 +240,8 @@ class TurnCount(int):
     """How many turns a rollout has had; what an environment adds to it is counted on, as in 0.1.5."""
 
     def __add__(self, more: int) -> TurnCount:
-        return TurnCount(int(self) + more)
+        total = super().__add__(more)
+        return total if total is NotImplemented else TurnCount(total)  # a float adds itself
 
 
 _FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
@@ -301,8 +302,11 @@ class State(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
             return row[key]
-        if key in _COUNTED and not dict.__contains__(self, key) and dict.__contains__(self, "trajectory"):
-            return self[key]
+        if key in _COUNTED and not dict.__contains__(self, key):
+            try:
+                return self.__missing__(key)
+            except KeyError:
+                return default
         return dict.get(self, key, default)
 
     def __missing__(self, key: str) -> Any:

@@ -178,6 +178,35 @@ def test_it_is_told_what_functions_look_for_in_a_saved_state_and_do_not_find(tmp
     assert found.missed == set()
 
 
+def test_replies_of_the_endpoint_which_are_never_saved_are_no_empty_list_when_a_run_is_scored_again(tmp_path):
+    def n_replies(state):
+        return len(state["responses"])
+
+    def or_none(state):
+        return len(state.get("responses") or [])
+
+    run = saved(single(exact), tmp_path / "run")
+    found = asyncio.run(rescore(single(n_replies), run))
+    assert {str(state["error"]) for state in found.states} == {"reward 'n_replies' raised KeyError: 'responses'"}
+    found = asyncio.run(rescore(single(or_none), run))
+    assert found.missed == {"responses"}
+
+
+def test_it_is_told_that_an_environment_may_have_counted_turns_otherwise_or_that_a_function_had_to_do_without(tmp_path):
+    def turn(state):
+        return float(state["turn"])
+
+    def patient(state):
+        try:
+            return float(state["guesses"])
+        except KeyError:
+            return 0.0
+
+    found = asyncio.run(rescore(single(turn, patient), saved(single(exact), tmp_path / "run")))
+    assert [state["reward"] for state in found.states] == [1.0] * 4
+    assert found.missed == {"turn", "guesses"}
+
+
 class Counting:
     """A game that gives a point for each of its two moves."""
 

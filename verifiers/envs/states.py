@@ -116,6 +116,13 @@ class ScoredAgain(State):
             self.missed.add(key)
         return super().get(key, default)
 
+    def __missing__(self, key: str) -> Any:
+        if key == "responses":  # of the endpoint, which are never saved
+            raise KeyError(key)
+        if _is_foreign(sys._getframe(2)):  # the environment may have counted turns otherwise
+            self.missed.add(key)
+        return super().__missing__(key)
+
     def __contains__(self, key: object) -> bool:
         is_there = super().__contains__(key)
         if not is_there and isinstance(key, str) and _is_foreign(sys._getframe(1)):
