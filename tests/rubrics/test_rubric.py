@@ -183,7 +183,17 @@ def test_a_group_reward_sees_the_whole_group_and_adds_to_the_others() -> None:
     assert states[1]["metrics"] == {"exact": 0.0, "longest": 1.0}
 
 
-@pytest.mark.parametrize("bad", [1e101, float("nan"), "1.0", None])
+class NoNumber:
+    """Like a tensor of several elements, it raises an error of its own."""
+
+    def __repr__(self) -> str:
+        return "NoNumber"
+
+    def __float__(self) -> float:
+        raise RuntimeError("no scalar")
+
+
+@pytest.mark.parametrize("bad", [1e101, float("nan"), "1.0", None, NoNumber()])
 def test_a_group_reward_that_gives_one_rollout_no_score_fails_that_one_only(bad: Any) -> None:
     def ranked(completions: Any) -> list[Any]:
         return [1.0, bad, 0.5]
@@ -191,7 +201,8 @@ def test_a_group_reward_that_gives_one_rollout_no_score_fails_that_one_only(bad:
     env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=Rubric(funcs=[ranked]))
     results = env.evaluate(client=vf.FakeClient("x"), model="m", rollouts_per_example=3, use_tqdm=False)
     assert [state["reward"] for state in results.rollouts] == [1.0, None, 0.5]
-    assert "reward 'ranked' returned" in str(results.failed[0]["error"])
+    told = "raised RuntimeError: no scalar" if isinstance(bad, NoNumber) else "returned"
+    assert f"reward 'ranked' {told}" in str(results.failed[0]["error"])
 
 
 @pytest.mark.parametrize("returned", [{0: 0.7, 1: 0.2}, {0.7, 0.2}, b"\x01\x00"])
@@ -458,6 +469,17 @@ def test_a_subclass_may_score_a_group_without_a_semaphore_as_in_0_1_10() -> None
     env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": "x"}], rubric=Ranked([lambda completion: 1.0]))
     results = env.evaluate(vf.FakeClient("x"), "m", rollouts_per_example=2, use_tqdm=False)
     assert results["reward"] == [1.0, 2.0]
+
+
+def test_a_subclass_that_scores_a_group_and_gives_one_rollout_no_score_fails_that_one_only() -> None:
+    class Ranked(Rubric):
+        async def score_group(self, states, score_sem=None):
+            for state, reward in zip(states, [1.0, float("nan"), 0.5], strict=True):
+                state["reward"] = reward
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=Ranked())
+    results = env.evaluate(vf.FakeClient("x"), "m", rollouts_per_example=3, use_tqdm=False)
+    assert [state["reward"] for state in results.rollouts] == [1.0, None, 0.5]
 
 
 def test_a_subclass_that_raises_fails_the_rollout_and_leaves_no_reward() -> None:

@@ -273,7 +273,7 @@ class Rubric:
         try:
             with _unscored(states), _by_functions(self):
                 await calls.Hook(own, kind="reward")(*_group_call_form(own, list(states)))
-                return [score_of(None, state, "score_group") for state in states]
+                return [_written_score(state) for state in states]
         except BaseException as error:  # foreign code
             failure = wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_group")
             return [Score(error=failure) for _ in states]
@@ -428,6 +428,14 @@ def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
     if not names or names[0] == "state":
         return (state, nullcontext()) if "score_sem" in names else (state,)
     return tuple(field(state, name) for name in ("prompt", "completion", "answer", "state"))
+
+
+def _written_score(state: State) -> Score:
+    """The score that a ``score_group`` of one's own wrote into a state; what is no score fails its own rollout."""
+    try:
+        return score_of(None, state, "score_group")
+    except GraderError as error:
+        return Score(error=error)
 
 
 def _group_call_form(own: Callable[..., Any], states: list[State]) -> tuple[Any, ...]:

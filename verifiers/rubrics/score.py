@@ -104,8 +104,8 @@ def one_each(values: Any, n: int, plan: Plan) -> list[float | Error]:
 def _score_or_error(value: Any, plan: Plan) -> float | Error:
     try:
         return as_score(value, plan.name)
-    except GraderError as error:
-        return error
+    except Exception as error:  # a foreign object may say how it becomes a number
+        return grader_error(error, plan)
 
 
 def state_from(
