@@ -81,7 +81,7 @@ async def _finish(env: Episode, state: State) -> None:
     try:
         is_cut = any(step["is_truncated"] for step in state["trajectory"])
     except (TypeError, KeyError):
-        note_error(state, _no_trajectory(state.get("trajectory")))
+        note_error(state, no_trajectory(state.get("trajectory")))
         state["trajectory"], is_cut = [], False
     state["is_truncated"] = bool(state.get("is_truncated")) or is_cut
     note_timing(state)
@@ -144,12 +144,12 @@ def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
     if not isinstance(update, Mapping):
         raise HookError(f"a hook returned {update!r:.100}; it returns the state, a dict of what changes, or nothing")
     if not isinstance(steps := update.get("trajectory", []), list):
-        raise _no_trajectory(steps)
+        raise no_trajectory(steps)
     for key, value in update.items():
         state[key] = value
 
 
-def _no_trajectory(found: Any) -> HookError:
+def no_trajectory(found: Any) -> HookError:
     return HookError(
         f"state['trajectory'] is the list of a rollout's turns, which are kept here, and not {found!r:.100}: leave it "
         "out of what an agent or a hook returns"

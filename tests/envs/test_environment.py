@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import pickle
 import re
 import subprocess
@@ -478,6 +479,13 @@ def test_a_keyword_that_is_nearly_another_is_kept_and_told_of(caplog: pytest.Log
         "the keyword 'dificulty' is kept as an attribute; did you mean 'difficulty'?",
         "the keyword 'rubrik' is kept as an attribute; did you mean 'rubric'?",
     ]
+
+
+def test_an_environment_whose_init_is_a_partial_method_can_be_made() -> None:
+    class Easy(vf.SingleTurnEnv):
+        __init__ = functools.partialmethod(vf.SingleTurnEnv.__init__, system_prompt="Be brief.")  # type: ignore[assignment]
+
+    assert Easy(dataset=ROWS).system_prompt == "Be brief."
 
 
 @pytest.mark.parametrize("make_rubric", [lambda own: own, lambda own: vf.RubricGroup([vf.Rubric([exact]), own])])

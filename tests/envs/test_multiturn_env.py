@@ -123,6 +123,26 @@ def test_what_an_environment_adds_to_the_count_of_turns_is_counted_on_as_in_0_1_
     assert state["turn"] == 5
 
 
+def test_half_a_turn_more_than_the_count_of_turns_is_half_a_turn_more() -> None:
+    def pace(state: Any) -> float:
+        return 1 / (state["turn"] + 0.5)
+
+    state = play(env_with(max_turns=2, env_response=lambda self, messages, state: "more", rubric=vf.Rubric([pace])))
+    assert state["reward"] == 1 / 2.5
+
+
+@pytest.mark.parametrize("hook", ["add_trajectory_step", "add_model_response"])
+def test_a_hook_that_keeps_no_turn_fails_the_rollout_in_the_place_of_playing_without_end(hook: str) -> None:
+    state = play(env_with(env_response=lambda self, messages, state: "more", **{hook: lambda self, *given: None}))
+    assert str(state["error"]).startswith("the turn was not kept")
+
+
+@pytest.mark.parametrize("given", [None, 5, {"role": "user", "content": "x"}])
+def test_a_prompt_hook_that_returns_no_messages_is_told_what_it_returned(given: Any) -> None:
+    state = play(env_with(get_prompt_messages=lambda self, state: given))
+    assert str(state["error"]).startswith(f"get_prompt_messages returned {given!r}; it returns a list of messages")
+
+
 def test_whose_turn_it_is_may_be_in_the_state() -> None:
     def respond(self: Any, messages: Any, state: Any) -> Any:
         return "go on", {"turn": "black"}

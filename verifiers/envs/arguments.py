@@ -45,5 +45,8 @@ def slips(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parameters(cls: type) -> list[str]:
-    found = inspect.signature(vars(cls)["__init__"]).parameters.values()
+    try:
+        found = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009
+    except ValueError:  # a builtin does not say
+        return []
     return [one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

@@ -6,13 +6,14 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 from verifiers.clients import as_client, resolve_endpoint
 from verifiers.clients.protocol import Client
 from verifiers.errors import GraderError, HookError
 from verifiers.messages import role_of
-from verifiers.rollout import split_response
+from verifiers.rollout import no_trajectory, split_response
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 SAMPLING_KEYS = frozenset(
@@ -205,10 +206,10 @@ def adopt_result(result: Any, blank: State) -> State:
         completion, update = None, completion
     if completion is None and update is None:
         raise HookError("rollout returned None; it returns the state, the completion, or both")
-    if isinstance(completion, tuple):
-        if any(role_of(message) is None for message in completion):
-            raise HookError(f"rollout returned {result!r:.200}; it returns the state, the completion, or both")
-        completion = list(completion)
+    is_odd = isinstance(completion, tuple) and any(role_of(message) is None for message in completion)
+    if is_odd or isinstance(completion, Number | bytes):
+        raise HookError(f"rollout returned {result!r:.200}; it returns the state, the completion, or both")
+    completion = list(completion) if isinstance(completion, tuple) else completion
     state = blank if update is None else _as_rollout_of(blank, update)
     if completion is not None:
         state["completion"] = [completion] if isinstance(completion, Mapping) else completion
@@ -221,6 +222,8 @@ def _as_rollout_of(blank: State, update: Mapping[str, Any]) -> State:
         for key, value in update.items():
             blank[key] = value
         return blank
+    if not isinstance(update["trajectory"], list | None):
+        raise no_trajectory(update["trajectory"])
     state = update if isinstance(update, State) else State(update)
     if getattr(state, "is_adopted", False):  # it comes from a cache: two rollouts must not share one score
         state = _unscored_copy(state)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from numbers import Real
+from collections.abc import Mapping
+from numbers import Number, Real
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -196,7 +197,12 @@ class MultiTurnEnv(Environment):
 
     async def next_prompt(self, state: State) -> Messages:
         hook = self._hook("get_prompt_messages")
-        prompt: Messages = await (self._get_prompt_messages(state) if hook is None else hook(state))
+        if hook is None:
+            return await self._get_prompt_messages(state)
+        given = await hook(state)
+        if given is None or isinstance(given, Mapping | Number):
+            raise HookError(f"get_prompt_messages returned {given!r:.100}; it returns a list of messages, or a text")
+        prompt: Messages = given
         return prompt
 
     async def ask_model(self, state: State, prompt: Messages) -> None:
@@ -213,6 +219,8 @@ class MultiTurnEnv(Environment):
             state["parse_retries"] = state.get("parse_retries", 0) + 1
         add = self._hook("add_model_response")
         await (self._add_model_response if add is None else add)(state, prompt, response)
+        if not state["trajectory"]:  # no limit of turns would ever be reached
+            raise HookError("the turn was not kept: add_trajectory_step appends it to state['trajectory']")
 
     async def finish(self, state: State) -> None:
         """Render the completion, then clean up, whatever happened before."""
