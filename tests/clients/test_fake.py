@@ -27,6 +27,15 @@ def test_a_text_is_the_reply_to_everything() -> None:
     assert completion.model == "m"
 
 
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
+def test_half_a_surrogate_pair_is_a_text_as_it_is_for_other_clients(prompt: Any, with_tokens: bool) -> None:
+    completion = ask(FakeClient("b\udfff", tokens=with_tokens), prompt)
+    assert completion.text == "b\udfff"
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 3
+
+
 async def _later(messages: Any) -> str:
     await asyncio.sleep(0)
     return messages[-1]["content"] + " 4"

@@ -288,6 +288,12 @@ def test_tokens_of_a_hidden_chain_of_thought_need_not_have_become_text() -> None
     assert read_response({**reply({"content": None}), "usage": thinking}).text == ""
 
 
+def test_less_than_no_tokens_are_not_counted() -> None:
+    less = [{"prompt_tokens": 9, "completion_tokens": -1}, {"prompt_tokens": -1, "completion_tokens": 9}]
+    used = [read_response({**reply({"content": "4"}), "usage": usage}).usage for usage in less]
+    assert [one and one.total_tokens for one in used] == [9, None]
+
+
 def test_nothing_that_cost_nothing_is_an_empty_answer() -> None:
     assert read_response({**reply({"content": None}), "usage": None}).text == ""
     nothing = {"prompt_tokens": 9, "completion_tokens": 0}

@@ -171,7 +171,7 @@ def encode_prompt(prompt: str | Sequence[Any]) -> list[int]:
     [104, 105]
     """
     if isinstance(prompt, str):
-        return list(prompt.encode())
+        return list(prompt.encode(errors="replace"))
     ids: list[int] = []
     for message in prompt:
         ids += [START, *_role(message), *_body(message), END]
@@ -197,7 +197,7 @@ def _tokens(completion: Completion, prompt_ids: list[int]) -> Tokens:
 
 def _prompt_size(prompt: str | Sequence[Any]) -> int:
     if isinstance(prompt, str):
-        return len(prompt.encode())
+        return len(prompt.encode(errors="replace"))
     sizes = [len(_role(message)) + len(_body(message)) + 2 for message in prompt]
     return sum(sizes) + len(_role({"role": "assistant"})) + 1
 
@@ -207,7 +207,7 @@ def _role(message: Any) -> bytes:
 
 
 def _body(message: Any) -> bytes:
-    body = messages.text_of(message).encode()
+    body = messages.text_of(message).encode(errors="replace")  # half a surrogate pair has no bytes
     tool_calls = message.get("tool_calls") if isinstance(message, dict) else getattr(message, "tool_calls", None)
     if not tool_calls:
         return body

@@ -186,9 +186,9 @@ def read_usage(source: Any, prices: Prices | None = None) -> Usage | None:
     if source is None:
         return None
     prompt, completion = field(source, "prompt_tokens"), field(source, "completion_tokens")
-    if not isinstance(prompt, int):
+    if not isinstance(prompt, int) or prompt < 0:
         return None
-    if not isinstance(completion, int):
+    if not isinstance(completion, int) or completion < 0:
         completion = 0
     if prices is None:
         return Usage(prompt_tokens=prompt, completion_tokens=completion)
