@@ -55,12 +55,13 @@ def test_a_dry_run_of_a_file_shows_every_plan(run):
         ("[[eval]]\nnum_examples = 3\n", '[[eval]] 1 names no environment; give it env_id = "name"'),
         ('[[eval]]\nenv_id = "x"\nnum_examples = 0\n', "[[eval]] 1: num_examples: it must be 1 or more"),
         ('[[eval]]\nenv_id = "x"\nnum_examples = "a"\n', "num_examples: 'a' is not a valid integer"),
+        ('[[eval]]\nenv_id = "x"\nnum_examples = 1.5\n', "num_examples: '1.5' is not a valid integer"),
         ('[[eval]]\nenv_id = "x"\nsave_results = "a"\n', "save_results must be true or false, not 'a'"),
         ('[[eval]]\nenv_id = "x"\nenv_args = "a"\n', "env_args must be a table, not 'a'"),
         ('[[eval]]\nenv_id = "x"\nenv_dir_path = ["a"]\n', "env_dir_path must not be a list"),
         ("x = 1\n", "has no [[eval]]"),
     ],
-    ids=["no toml", "typo", "not here", "no env", "zero", "word", "no flag", "no table", "list", "no eval"],
+    ids=["no toml", "typo", "not here", "no env", "zero", "word", "half", "no flag", "no table", "list", "no eval"],
 )
 def test_what_is_wrong_in_a_file_is_shown_where_it_is(run, text, message):
     Path("evals.toml").write_text(text)

@@ -92,6 +92,6 @@ def _value(param: click.Parameter, given: Any, where: str, ctx: click.Context) -
     if isinstance(param, click.Option) and param.is_flag != isinstance(given, bool):
         raise click.UsageError(f"{where} must {'be true or false, not' if param.is_flag else 'not be'} {given!r:.60}")
     try:
-        return param.process_value(ctx, given)
+        return param.process_value(ctx, str(given) if isinstance(given, float) else given)  # 1.5 is no count
     except click.BadParameter as error:
         raise click.UsageError(f"{where}: {error.message}") from error
