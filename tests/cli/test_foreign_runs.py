@@ -213,3 +213,30 @@ def test_a_line_that_another_program_wrote_is_met_by_every_command(
     ):
         run(*words, code=None)
     run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", str(path), "-p", environments, code=None)
+
+
+@pytest.mark.parametrize(("column", "value"), [("completion", 5), ("prompt", [3]), ("trajectory", [5])])
+def test_one_line_of_another_program_keeps_no_other_from_being_scored_or_played_again(
+    made: Path, folder: Path, run: Callable[..., Any], repo: Path, column: str, value: Any
+) -> None:
+    path = folder / "odd"
+    shutil.copytree(made, path)
+    lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
+    lines = [{name: one for name, one in line.items() if name != checksum.FIELD} for line in lines]
+    lines[0][column] = value
+    (path / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    again = json.loads(run("rescore", str(path), "-p", str(repo / "environments"), "--json", code=None).stdout)
+    assert again["rollouts"] == len(lines)
+    assert again["failed"] <= 1
+    if column == "completion":
+        assert run("replay", str(path), "-p", str(repo / "environments"), code=1).stdout
+
+
+def test_a_run_whose_metadata_another_program_wrote_is_scored_again(
+    made: Path, folder: Path, run: Callable[..., Any], repo: Path
+) -> None:
+    path = folder / "odd"
+    shutil.copytree(made, path)
+    metadata = json.loads((path / "metadata.json").read_text()) | {"config": 5, "state_columns": 5}
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    assert "no model was asked" in run("rescore", str(path), "-p", str(repo / "environments")).stdout

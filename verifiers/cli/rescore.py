@@ -142,8 +142,9 @@ def _save(
     from verifiers.store import RunDir
     from verifiers.store.keeping import status_of
 
+    of_run, columns = metadata.get("config"), metadata.get("state_columns")
     config = {
-        **(metadata.get("config") or {}),
+        **(of_run if isinstance(of_run, dict) else {}),
         "rescored_from": str(run.path),
         "env_args": env.env_args,
         **how,
@@ -159,7 +160,7 @@ def _save(
     except FileExistsError as error:
         raise click.UsageError(f"-o {output}: {error}") from error
     with made.appender() as out:
-        for record in found.records(metadata.get("state_columns") or ()):
+        for record in found.records(columns if isinstance(columns, list) else ()):
             out.append(record)
     made.update_metadata(
         {

@@ -80,7 +80,7 @@ def restored_state(record: Record, row: Row) -> State:
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
     state["input"] = {**row, **{key: _as_it_was(record.get(key), row.get(key)) for key in State.INPUT_FIELDS}}
-    if not isinstance(state["trajectory"], list):
+    if not (isinstance(steps := state["trajectory"], list) and all(isinstance(step, dict) for step in steps)):
         state["trajectory"] = []
     for key in ("task", "stop_condition"):
         if isinstance(value := state.get(key), list | dict):  # another program's: they are counted
@@ -187,8 +187,11 @@ def turns_of(record: Record) -> Iterator[dict[str, Any]]:
     if isinstance(completion, str):
         yield {"prompt": prompt, "completion": completion, "extras": {}}
         return
-    before = as_messages(prompt or [])
-    for message in completion or ():
+    try:
+        before = as_messages(prompt or [])
+    except TypeError:  # another program's: neither a text nor messages
+        return
+    for message in completion if isinstance(completion, list) else ():
         if role_of(message) == "assistant":
             yield {"prompt": list(before), "completion": [message], "extras": {}}
         before.append(message)

@@ -52,7 +52,9 @@ class Recorded:
         self.replies: list[Any] = (
             [{"role": "assistant", "content": completion}]
             if isinstance(completion, str)
-            else [message for message in completion or () if role_of(message) == "assistant"]
+            else [message for message in completion if role_of(message) == "assistant"]
+            if isinstance(completion, list)
+            else []
         )
         self.is_truncated = bool(record.get("is_truncated"))
         self.asked = 0
