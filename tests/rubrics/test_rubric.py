@@ -471,6 +471,27 @@ def test_a_subclass_may_score_a_group_without_a_semaphore_as_in_0_1_10() -> None
     assert results["reward"] == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("independent_scoring", [False, True])
+def test_a_group_reward_beside_a_scoring_of_ones_own_counts_once(independent_scoring: bool) -> None:
+    class Doubled(Rubric):
+        async def score_rollout(self, state):
+            await super().score_rollout(state)
+            state["reward"] *= 2
+
+    def together(completions: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    rubric = Doubled([lambda completion: 1.0, together])
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=rubric)
+    options = {"rollouts_per_example": 2, "independent_scoring": independent_scoring, "use_tqdm": False}
+    results = env.evaluate(vf.FakeClient("x"), "m", **options)
+    assert results["reward"] == [2.5, 2.5]
+    assert results["together"] == [0.5, 0.5]
+    states = [rollout(), rollout()]
+    rubric.score_group(states)
+    assert [state["reward"] for state in states] == [2.5, 2.5]
+
+
 def test_a_subclass_that_scores_a_group_and_gives_one_rollout_no_score_fails_that_one_only() -> None:
     class Ranked(Rubric):
         async def score_group(self, states, score_sem=None):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import verifiers as vf
 from verifiers.errors import GraderError
 from verifiers.rubrics import Rubric, RubricGroup
 from verifiers.types import State
@@ -142,3 +143,21 @@ def test_a_batch_is_scored_like_its_rollouts_one_by_one() -> None:
 def test_it_is_empty_when_all_its_rubrics_are() -> None:
     assert group(Rubric(), Rubric()).is_empty
     assert not group(Rubric(), Rubric([exact])).is_empty
+
+
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_group_of_rubrics_may_score_a_group_of_rollouts_itself(calls_super: bool) -> None:
+    class Ranked(RubricGroup):
+        async def score_group(self, states, score_sem=None):
+            if calls_super:
+                await super().score_group(states, score_sem)
+            for rank, state in enumerate(states):
+                state["reward"] = (state["reward"] or 0.0) + rank
+
+    def one(completion: Any) -> float:
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=Ranked([Rubric([one]), Rubric([one])]))
+    results = env.evaluate(vf.FakeClient("x"), "m", rollouts_per_example=2, use_tqdm=False)
+    assert results["reward"] == ([2.0, 3.0] if calls_super else [0.0, 1.0])
+    assert not Ranked([Rubric()]).is_empty

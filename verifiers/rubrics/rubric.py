@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from verifiers import calls
@@ -35,6 +35,8 @@ OnFunction = Callable[[str, float], None]  # told of a reward function's name an
 _on_function: contextvars.ContextVar[OnFunction | None] = contextvars.ContextVar("on_function", default=None)
 # Rubrics whose own ``score_rollout`` is under way: what that calls by ``super()`` scores by functions and weights.
 _scoring_own_way: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("scoring_own_way", default=())
+# Of these the ones whose group rewards are added afterwards, when the whole group has been scored so far.
+_group_follows: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("group_follows", default=())
 
 
 class Rubric:
@@ -212,6 +214,9 @@ class Rubric:
         own = self._own_group_scoring()
         if own is not None:
             return await self._score_group_own_way(own, states)
+        return await self._score_group_by_functions(states)
+
+    async def _score_group_by_functions(self, states: Sequence[State]) -> list[Score]:
         scores = [Score() for _ in states]
         for name, plan, weight in self._named():
             if not plan.is_group:
@@ -258,7 +263,7 @@ class Rubric:
 
     async def _score_own_way(self, own: Callable[..., Any], state: State) -> Score:
         try:
-            with _unscored([state]), _by_functions(self):
+            with _unscored([state]), _by_functions(self), _entered(_group_follows, self):
                 result = await calls.Hook(own, kind="reward")(*_call_form(own, state))
                 return score_of(result, state, own.__name__)
         except BaseException as error:  # foreign code
@@ -298,7 +303,7 @@ class Rubric:
     async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
         """Add the group rewards to scores of the same group; rollouts that failed already take no part."""
         live = [i for i, score in enumerate(scores) if score.error is None]
-        if not live or not self.has_group_rewards:
+        if not live or not self.has_group_rewards or any(rubric is self for rubric in _group_follows.get()):
             return
         together = await self.score_together([states[i] for i in live])
         for i, score in zip(live, together, strict=True):
@@ -399,12 +404,16 @@ def timing(tell: OnFunction | None) -> Iterator[None]:
 
 
 @contextmanager
-def _by_functions(rubric: Rubric) -> Iterator[None]:
-    token = _scoring_own_way.set((*_scoring_own_way.get(), rubric))
+def _entered(rubrics: contextvars.ContextVar[tuple[Any, ...]], rubric: Rubric) -> Iterator[None]:
+    """While this lasts, the rubric is one of these."""
+    token = rubrics.set((*rubrics.get(), rubric))
     try:
         yield
     finally:
-        _scoring_own_way.reset(token)
+        rubrics.reset(token)
+
+
+_by_functions = partial(_entered, _scoring_own_way)
 
 
 @contextmanager

@@ -46,11 +46,12 @@ class RubricGroup(Rubric):
 
     @property
     def has_group_rewards(self) -> bool:
-        return any(rubric.has_group_rewards for rubric in self.rubrics)
+        return self._own_group_scoring() is not None or any(rubric.has_group_rewards for rubric in self.rubrics)
 
     @property
     def is_empty(self) -> bool:
-        return all(rubric.is_empty for rubric in self.rubrics)
+        is_own = self._own_scoring() is not None or self._own_group_scoring() is not None
+        return not is_own and all(rubric.is_empty for rubric in self.rubrics)
 
     def _get_reward_func_names(self) -> list[str]:
         return [name for rubric in self.rubrics for name in rubric._get_reward_func_names()]
@@ -84,7 +85,7 @@ class RubricGroup(Rubric):
                 break
         return total
 
-    async def score_together(self, states: Sequence[State]) -> list[Score]:
+    async def _score_group_by_functions(self, states: Sequence[State]) -> list[Score]:
         totals = [Score() for _ in states]
         weights = self.get_group_weights()
         for rubric, weight in zip(self.rubrics, weights, strict=True):  # one at a time: some write into the states
