@@ -356,6 +356,18 @@ def test_a_history_that_was_rewritten_is_tokenized_anew(scripted: Any) -> None:
     assert second.tokens.prompt_ids == TOKENIZER.encode(rendered, add_special_tokens=False)
 
 
+def test_a_reply_of_tokens_without_text_is_no_part_of_the_same_prompt_when_it_is_asked_again() -> None:
+    module = tiny.model(TOKENIZER)
+    padding = len(TOKENIZER)  # the models of many families have more tokens than their tokenizers
+    module.resize_token_embeddings(padding + 3, mean_resizing=False)
+    only = {"max_tokens": 1, "logit_bias": {padding: 1e6}}
+    with LocalModel(module, TOKENIZER, rows=2, name="tiny") as local:
+        for asked in (chat(**only), text("hello", **only)):
+            first, again = (asyncio.run(local.complete(asked)).tokens for _ in range(2))
+            assert first.completion_ids == again.completion_ids == [padding]
+            assert first.prompt_ids == again.prompt_ids
+
+
 def test_plain_completions_go_on_exactly_too(scripted: Any) -> None:
     local = scripted([*odd_ids("answer"), TOKENIZER.eos_token_id], "the ")
     first = asyncio.run(local.complete(text("the ", temperature=0, max_tokens=50)))

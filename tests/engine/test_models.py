@@ -187,6 +187,25 @@ def test_weights_in_few_bits_without_a_word_on_how_to_read_them_are_refused(tmp_
     assert all(torch.equal(value, before[key]) for key, value in live.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "index", ["{", "{}", "[]", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"lm_head.weight": 1}}']
+)
+def test_an_index_that_is_damaged_is_refused_in_one_sentence_by_name(index: str, tmp_path: Path) -> None:
+    folder, live = saved(tmp_path / "sharded"), random_model()
+    (folder / "model.safetensors").unlink()
+    (folder / weights.INDEX).write_text(index)
+    with pytest.raises(ValueError, match="sharded' could not be loaded: "):
+        models.load(folder)
+    with pytest.raises(ValueError, match=f"{weights.INDEX}' is not an index of safetensors files: "):
+        weights.load_into(live, folder)
+
+
+def test_a_tokenizers_configuration_that_is_damaged_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (saved(tmp_path / "odd") / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"the tokenizer .*odd' could not be loaded: AttributeError: 'list' object"):
+        models.load(tmp_path / "odd")
+
+
 @pytest.mark.parametrize("name", ["._model.safetensors", "consolidated.safetensors", weights.INDEX])
 def test_files_beside_those_of_a_model_are_not_read(name: str, tmp_path: Path) -> None:
     folder, model = saved(tmp_path), random_model()
@@ -206,6 +225,8 @@ def test_files_beside_those_of_a_model_are_not_read(name: str, tmp_path: Path) -
         ({"intermediate_size": 40}, r"has 'model.layers.0.mlp.down_proj.weight' with shape .* its config.json"),
         ({"hidden_act": "of-tomorrow"}, "no model can be built from its configuration: KeyError: 'of-tomorrow'"),
         ({"rms_norm_eps": "much"}, "could not be loaded: .*'rms_norm_eps' expected float"),
+        ({"num_attention_heads": 0}, "could not be loaded: ZeroDivisionError"),
+        ({"quantization_config": 5}, "could not be loaded: AttributeError"),
     ],
 )
 def test_a_configuration_that_is_not_that_of_the_weights_is_named(tmp_path: Path, changed: Any, said: str) -> None:

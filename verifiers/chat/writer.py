@@ -60,9 +60,12 @@ class ChatWriter:
         """The tokenizer's ids of a plain text whose own logprobs are requested, without remembered ids."""
         return self._ids(_TEXT + prompt, KnownTexts())
 
-    def remember(self, text: str, reply: str, ids: list[int]) -> None:
-        """Store the sampled ids of a prompt and its reply. Later prompts that begin with this text reuse them."""
-        self._known.remember(text, reply, ids)
+    def remember(self, text: str, reply: str, prompt_ids: list[int], reply_ids: list[int]) -> None:
+        """Store the sampled ids of a prompt and its reply. Later prompts that begin with this text reuse them.
+
+        Without ``reply_ids`` if they have no text: the same prompt, sampled from again, would end with them.
+        """
+        self._known.remember(text, reply, prompt_ids + reply_ids if reply else prompt_ids)
 
     def _ids(self, text: str, known: KnownTexts) -> list[int]:
         def encode(rest: str) -> list[int]:

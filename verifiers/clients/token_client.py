@@ -54,7 +54,7 @@ class TokenClient:
         body = len(ids) - 1 if ids and ids[-1] in self._stop_ids else len(ids)
         is_cut = body == len(ids) if sampled.is_cut is None else sampled.is_cut
         content, written = self._writer.codec.continuations(prompt, ids[:body])
-        self._writer.remember(text, written, prompt + ids[:body])
+        self._writer.remember(text, written, prompt, ids[:body])
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if request.tools:
             message |= self._calls(written, request.tools, len(prompt))

@@ -125,8 +125,9 @@ class LocalModel(OpenAILooks):
 
     def _choice(self, loaded: ReadyModel, prompt: Prompt, generated: Generated) -> Choice:
         choice = read_choice(prompt, generated, loaded.codec)
-        if prompt.text is not None and (choice.body or prompt.message_type == "chat"):  # else it is not a turn
-            loaded.writer.remember(prompt.text, choice.sampled_text, prompt.ids + generated.ids[: choice.body])
+        reply = choice.sampled_text
+        if prompt.text is not None and (reply or prompt.message_type == "chat"):  # else it is not a turn
+            loaded.writer.remember(prompt.text, reply, prompt.ids, generated.ids[: choice.body])
         return choice
 
     async def prompt_ids(self, request: Request) -> list[int]:

@@ -132,7 +132,7 @@ Sampled = tuple[Sequence[int], Sequence[float], Sequence[float]]
 """Tokens, their logprobs, and their raw logprobs."""
 
 OnToken = Callable[[int, float], bool]
-"""Called with each token and its logprob. Returns True to end the request after this token."""
+"""Called with each token, except a stop token, and its logprob. Returns True to end the request after this token."""
 
 
 class Answer(Future[Generated]):

@@ -338,7 +338,7 @@ def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, hub.StrictDataclassError) as error:
+    except Exception as error:  # the files are foreign, and transformers checks few of them
         of_hub: dict[Any, str] = {  # GatedRepoError is a subclass of RepositoryNotFoundError, so it comes first
             hub.GatedRepoError: f"the {what} {place!r} is gated: request access on its page, then run `hf auth login`",
             hub.RepositoryNotFoundError: f"there is no {what} {place!r}: neither a local folder nor on Hugging Face",
@@ -350,5 +350,6 @@ def _plain_errors(place: str | Path, what: str = "model") -> Iterator[None]:
         }
         causes = list(chain_of(error)) if isinstance(place, str) else []
         found = (said for kind, said in of_hub.items() if any(isinstance(cause, kind) for cause in causes))
-        reason = " ".join(str(error).split())
+        is_said = isinstance(error, (OSError, ValueError, SafetensorError, hub.StrictDataclassError))
+        reason = " ".join((str(error) if is_said else f"{type(error).__name__}: {error}").split())
         raise ValueError(next(found, f"the {what} {str(place)!r} could not be loaded: {reason[:300]}")) from error

@@ -28,8 +28,7 @@ def files_of(path: str | Path) -> list[Path]:
     if (path / WHOLE).is_file():
         return [path / WHOLE]
     if (path / INDEX).is_file():
-        listed = json.loads((path / INDEX).read_text())["weight_map"].values()
-        files = [path / Path(name).name for name in sorted(set(listed))]
+        files = _shards(path / INDEX)
     else:
         files = sorted(path.glob("*.safetensors"))
     if missing := [file.name for file in files if not file.is_file()]:
@@ -37,6 +36,14 @@ def files_of(path: str | Path) -> list[Path]:
     if not files:
         raise ValueError(f"{str(path)!r} holds no .safetensors file")
     return files
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [index.parent / Path(name).name for name in sorted(names)]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} is not an index of safetensors files: {error!r:.200}") from error
 
 
 def check_numbers(own: dict[str, Any], path: str | Path) -> None:
