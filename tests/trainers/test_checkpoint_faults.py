@@ -149,6 +149,15 @@ def test_a_kill_while_a_model_is_saved_over_another_leaves_that_one_whole(tmp_pa
     assert written == {one.name: one.read_bytes() for one in (tmp_path / "untrained").iterdir()}
 
 
+def test_a_checkpoint_that_a_kill_left_unfinished_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    making.trainer(tmp_path, max_steps=1, save_steps=1).train()
+    (root / ".step-000002.12345" / "tokenizer").mkdir(parents=True)
+    (root / ".step-000002.12345" / "model.safetensors").write_bytes(b"half of it")
+    making.trainer(tmp_path, max_steps=2, save_steps=1).train(resume=True)
+    assert sorted(os.listdir(root)) == ["step-000001", "step-000002"]
+
+
 KILLED_AS_IT_MOVES = """
 import os, shutil, signal, sys
 from pathlib import Path

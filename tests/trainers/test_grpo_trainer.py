@@ -206,6 +206,37 @@ def test_groups_without_variance_are_replaced_by_rows_that_the_row_sampler_offer
     assert first != second != third  # not the same rollouts once more
 
 
+class Collecting(vf.GRPOTrainer):
+    """Keeps what each call of `sample_batch` returned."""
+
+    def sample_batch(self, rows: Any) -> Any:
+        batch = super().sample_batch(rows)
+        vars(self).setdefault("made", []).append(list(map(str, batch["completions"])))
+        return batch
+
+
+def test_batches_of_the_same_rows_within_a_step_are_not_the_same_rollouts_twice(tmp_path):
+    class Twice(Collecting):
+        def get_batch(self) -> Any:
+            rows = [self.rows.all[0]] * self.rows_per_generation
+            return self.sample_batch(rows) + self.sample_batch(rows)
+
+    trainers = [making.trainer(tmp_path / name, Twice, max_steps=2) for name in ("a", "b")]
+    for trainer in trainers:
+        trainer.train()
+    first, again, *later = trainers[0].made
+    assert len({tuple(one) for one in (first, again, *later)}) == 4
+    assert trainers[1].made == trainers[0].made
+
+
+def test_batches_ahead_of_the_same_rows_are_not_the_same_rollouts_twice(tmp_path):
+    trainer = making.trainer(
+        tmp_path, Collecting, num_batches_ahead=2, max_steps=3, row_sampler=lambda rows, epochs: rows[:4]
+    )
+    trainer.train()
+    assert len({tuple(one) for one in trainer.made}) == 3
+
+
 def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path):
     rows = [{"question": "say", "answer": ""}, {"question": "say it " * 40, "answer": ""}]
     env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([making.share_of_e]))

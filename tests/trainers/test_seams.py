@@ -557,6 +557,21 @@ def test_a_training_that_stopped_within_a_generation_goes_on_as_if_it_had_not(tm
             assert len({store.encode([step["tokens"] for step in some]) for some in steps}) == 1
 
 
+def test_the_reward_of_all_that_was_sampled_is_of_the_rollouts_of_the_step_itself(tmp_path):
+    def picky(completion: Any) -> float:
+        if len(completion[-1]["content"]) % 3 == 0:
+            raise RuntimeError("the grader is down")
+        return making.share_of_e(completion)
+
+    env = making.environment(8, rubric=vf.Rubric([picky]))
+    report = making.trainer(tmp_path, env=env, steps_per_generation=3, batch_size=8, max_steps=6).train()
+    assert any(step["failed"] for step in report.steps)
+    assert report.rewards_sampled == []  # each step learned from all that it scored
+    for step in report.steps:
+        assert step["reward_sampled"] == step["reward"]
+        assert step["sampled"] == step["samples"] + step["failed"]
+
+
 def test_failures_and_tokens_of_a_generation_count_the_same_after_a_stop_within_it(tmp_path):
     def picky(completion: Any) -> float:
         text = vf.messages.content_text(completion[-1]["content"]) if not isinstance(completion, str) else completion

@@ -182,14 +182,20 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
 
 @contextmanager
 def without_hooks(model: Any) -> Iterator[None]:
-    """Remove all hooks of a model within the block."""
+    """Remove all hooks of a model within the block, and ask for no router logits, which transformers takes by hooks."""
+    configs = model.config, text_config(model.config)
+    asking = [one for one in configs if getattr(one, "output_router_logits", False)]
     hooks = [vars(module)[name] for module in model.modules() for name in HOOKS if vars(module)[name]]
     before = [dict(one) for one in hooks]
     for one in hooks:
         one.clear()
+    for config in asking:
+        config.output_router_logits = False
     try:
         yield
     finally:
+        for config in asking:
+            config.output_router_logits = True
         for one, kept in zip(hooks, before, strict=True):
             one.update(kept)
 

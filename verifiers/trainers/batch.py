@@ -57,9 +57,9 @@ class Batch(dict[str, list[Any]]):
     """Columns of scored rollouts, all of one length: prompts, completions, rewards, groups, answers, advantages.
 
     Failed rollouts are in ``failed`` instead. ``cursor`` is the row stream's cursor after the batch's rows were taken.
-    ``row_positions`` has the stream positions of each group's rows if groups are not taken in order. ``sampled`` has
-    the example and the reward of every scored rollout, also of those that dynamic sampling replaced. ``tokens`` is the
-    number of tokens sampled for all of them and for the failed ones.
+    ``row_positions`` has the stream positions of each group's rows if groups are not taken in order. ``replaced`` has
+    the example and the reward of every scored rollout that dynamic sampling replaced. ``tokens`` is the number of
+    tokens sampled for all of these rollouts and for the failed ones.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Batch(dict[str, list[Any]]):
         *,
         failed: Sequence[State] = (),
         cursor: int = 0,
-        sampled: Sequence[tuple[Any, float]] | None = None,
+        replaced: Sequence[tuple[Any, float]] = (),
         tokens: int | None = None,
     ) -> None:
         super().__init__(columns)
@@ -76,7 +76,7 @@ class Batch(dict[str, list[Any]]):
         self.cursor = cursor
         self.row_positions: dict[int, list[int]] | None = None
         self.refused: list[str] = []  # for each rollout that cannot be trained on: why
-        self.sampled = list(zip(self.examples, self["rewards"], strict=True)) if sampled is None else list(sampled)
+        self.replaced = list(replaced)
         self.tokens = sum(map(_tokens_of, [*self.states, *self.failed])) if tokens is None else tokens
         self.seconds: dict[str, float] = {}
         self.reward_weights: dict[str, float] = {}  # of the reward functions, by name, when the batch was scored
@@ -106,11 +106,20 @@ class Batch(dict[str, list[Any]]):
         ids = (None if state is None else state.get("example_id") for state in self.states)
         return [f"group {group}" if known is None else known for known, group in zip(ids, self["groups"], strict=True)]
 
+    @property
+    def sampled(self) -> list[tuple[Any, Any]]:
+        """The example and the reward of every scored rollout, those that were replaced last."""
+        return self._scored + self.replaced
+
+    @property
+    def _scored(self) -> list[tuple[Any, Any]]:
+        return list(zip(self.examples, self["rewards"], strict=True))
+
     def __add__(self, other: Batch) -> Batch:
         columns = {name: self[name] + other[name] for name in self}
         failed, cursor = self.failed + other.failed, max(self.cursor, other.cursor)
-        sampled, tokens = self.sampled + other.sampled, self.tokens + other.tokens
-        both = Batch(columns, failed=failed, cursor=cursor, sampled=sampled, tokens=tokens)
+        replaced, tokens = self.replaced + other.replaced, self.tokens + other.tokens
+        both = Batch(columns, failed=failed, cursor=cursor, replaced=replaced, tokens=tokens)
         if self.row_positions is not None and other.row_positions is not None:
             both.row_positions = {**self.row_positions, **other.row_positions}
         return both
@@ -118,7 +127,9 @@ class Batch(dict[str, list[Any]]):
     def keep(self, indices: Sequence[int]) -> Batch:
         """A batch of these rollouts only; its figures still count all sampled and failed ones."""
         columns = {name: [values[i] for i in indices] for name, values in self.items()}
-        return Batch(columns, failed=self.failed, cursor=self.cursor, sampled=self.sampled, tokens=self.tokens)
+        kept = set(indices)
+        replaced = self.replaced + [one for i, one in enumerate(self._scored) if i not in kept]
+        return Batch(columns, failed=self.failed, cursor=self.cursor, replaced=replaced, tokens=self.tokens)
 
     def split(self, n: int, first_cursor: int) -> list[Batch]:
         """``n`` batches of about equally many whole groups, each with its rows and the cursor after them.
@@ -138,7 +149,7 @@ class Batch(dict[str, list[Any]]):
                 empty = self.row_positions.keys() - set(numbers) if k == 0 else set()  # groups that failed entirely
                 mine = of_part | empty
                 part.row_positions = {group: taken for group, taken in self.row_positions.items() if group in mine}
-            part.sampled = self.sampled[k * len(self.sampled) // n : (k + 1) * len(self.sampled) // n]
+            part.replaced = self.replaced[k * len(self.replaced) // n : (k + 1) * len(self.replaced) // n]
             part.tokens = self.tokens if k == 0 else 0  # the first part accounts for all of them, as for the seconds
             # Groups are numbered in the order of their rows: this part ends where the next one's first group begins.
             later = next(iter(numbers[bounds[k + 1] :]), self.cursor - first_cursor)
@@ -153,7 +164,7 @@ class Batch(dict[str, list[Any]]):
         if any(state is None for state in self.states):
             return None
         columns = {name: values for name, values in self.items() if name != "completions"}
-        about = {name: getattr(self, name) for name in ("sampled", "tokens", "cursor", "reward_weights")}
+        about = {name: getattr(self, name) for name in ("replaced", "tokens", "cursor", "reward_weights")}
         states, failed = ([detached(one)[0] for one in some if one] for some in (self.states, self.failed))
         # States hold any objects of environments, but this is sent to another process and written as JSON.
         found: dict[str, Any] = plain({"columns": columns, "states": states, "failed": failed, **about})
@@ -167,8 +178,8 @@ class Batch(dict[str, list[Any]]):
                 known = [math.nan if one is None else one for one in tokens["completion_logprobs"]]
                 tokens["completion_logprobs"] = known
         columns = {**saved["columns"], "completions": [Reply.of(state) for state in states]}
-        sampled = [(example, reward) for example, reward in saved["sampled"]]
-        batch = cls(columns, failed=failed, cursor=saved["cursor"], sampled=sampled, tokens=saved["tokens"])
+        replaced = [(example, reward) for example, reward in saved["replaced"]]
+        batch = cls(columns, failed=failed, cursor=saved["cursor"], replaced=replaced, tokens=saved["tokens"])
         batch.reward_weights = saved["reward_weights"]
         return batch
 

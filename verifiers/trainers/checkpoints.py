@@ -143,6 +143,8 @@ def save(
     with _atomic(staging, path, "checkpoint") if is_main else nullcontext():
         with raise_everywhere(processes):
             if is_main:
+                for unfinished in root.glob(".step-*"):  # of a process that was killed: only one at a time writes here
+                    shutil.rmtree(unfinished, ignore_errors=True)
                 staging.mkdir(parents=True)
         if isinstance(weights, ShardedWeights):
             shards.write(weights, staging)

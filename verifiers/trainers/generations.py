@@ -71,7 +71,7 @@ class Generations(ExitStack):
 
             return Pipeline(generate, size=1, **limits)
         loop = self.enter_context(loop_thread("verifiers-rollouts"))
-        self._trainer._start_sampling("ahead", 0, is_disjoint=False)
+        self._trainer._start_sampling(self._trainer.step, "ahead", 0, is_disjoint=False)
 
         def begin(_: int) -> Future[Batch]:
             # The row is taken on the trainer's thread, so that the order is fixed. A checkpoint counts it as untrained.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -58,7 +58,7 @@ class GRPOTrainer(Trainer):
     config: GRPOConfig
     _update: PolicyUpdate | None = None
     _workers: Workers | None = None  # environment workers, connected for the whole training
-    _batch_at = (0, 0)  # (epoch, step within it) of the batch that is being generated
+    _batch_step, _batch_at = 0, (0, 0)  # step, and (epoch, step within it), of the batch that is being generated
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class GRPOTrainer(Trainer):
         self.evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
         self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
         self._parts: deque[Batch] = deque()  # the batches of the last generation that are not trained on yet
+        self._started: Counter[int] = Counter()  # rounds of rollouts of this generation, by the number of rows taken
         # Tokenizes saved rollouts whose token ids were not saved. Rollouts of this policy are never retokenized.
         self._writer = None if self.offline is None else ChatWriter(self.tokenizer)
 
@@ -218,7 +219,7 @@ class GRPOTrainer(Trainer):
         asked = sampling.overridden(self.sampling, self.config.eval_sampling_args)
         inputs = self.eval_rows if self.config.eval_examples < 0 else self.eval_rows[: self.config.eval_examples]
         each = self.config.eval_rollouts_per_example
-        self._start_sampling("eval", len(inputs) * each, is_disjoint=True)
+        self._start_sampling(self.step, "eval", len(inputs) * each, is_disjoint=True)
         how = {"rollouts_per_example": each, "sampling_args": asked, "use_tqdm": False, "score": True}
         with sampler.nothing_remembered():
             results: Results = self.env.generate_sync(**self._generate_args(inputs, Tally()) | how)
@@ -279,7 +280,8 @@ class GRPOTrainer(Trainer):
 
     def _generate_batch(self, step: int) -> Batch:
         """Sample and score the batch of a step in one go, by `get_batch`."""
-        self._batch_at = divmod(step, self.num_steps_per_epoch)
+        self._batch_step, self._batch_at = step, divmod(step, self.num_steps_per_epoch)
+        self._started.clear()
         began = time.perf_counter()
         with scheduled_weights(self.env, self.weight_schedule, step / self.num_steps_per_epoch):
             batch = as_batch(call_fitting(self.get_batch, *self._batch_at))
@@ -290,8 +292,10 @@ class GRPOTrainer(Trainer):
 
     def _rollouts(self, rows: Sequence[Row], first_group: int = 0) -> Batch:
         """Groups of rollouts of these rows, scored by the rubric as they finish or by a custom `compute_rewards`."""
-        size = self.config.group_size
-        self._start_sampling(self.rows.taken, len(rows) * size, is_disjoint=self.rows.is_disjoint)
+        size, taken = self.config.group_size, self.rows.taken
+        self._started[taken] += 1  # rows that are not of the stream may be sampled several times for one batch
+        what = taken if (times := self._started[taken]) == 1 else (taken, times)
+        self._start_sampling(self._batch_step, what, len(rows) * size, is_disjoint=self.rows.is_disjoint)
         self.rows.is_disjoint = False
         tally, version = Tally() if self.report is None else self.report.display.counted(), self.weight_version
         results: Results = self.env.generate_sync(**self._generate_args(rows, tally))
@@ -330,15 +334,12 @@ class GRPOTrainer(Trainer):
             return batch
         return batch.rewarded(call_fitting(self.compute_rewards, batch["completions"], batch["prompts"], epoch))
 
-    def _start_sampling(self, what: int | str, count: int, *, is_disjoint: bool) -> None:
+    def _start_sampling(self, step: int, what: object, count: int, *, is_disjoint: bool) -> None:
         """Seed the sampler for ``count`` rollouts that start together. If no two processes have the same row
         (``is_disjoint``), all use the same seed, so that a single process with all the rows samples the same."""
-        process = 0 if is_disjoint else self.accelerator.process_index
-        seed = sampler.seed_of(self.config.seed, process, self.step, what)
+        parts = (self.config.seed, 0 if is_disjoint else self.accelerator.process_index, step, what)
         if isinstance(self.client, sampler.Sampler):
-            engine = self.client.engine
-            engine.reseed(seed)
-            engine.gather(min(count, engine.rows) if self.config.max_concurrent < 0 else 0)
+            self.client.start(sampler.seed_of(*parts), count if self.config.max_concurrent < 0 else 0)
 
     def sequences(self, batch: Batch) -> list[TrainSample]:
         """The token sequences of a batch's rollouts with their advantages (see `trained_sequences`)."""

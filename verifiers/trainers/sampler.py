@@ -62,6 +62,11 @@ class Sampler(LocalModel):
             self.keep(request, completion.message, completion.tokens)
         return completion
 
+    def start(self, seed: int, count: int) -> None:
+        """Seed the replies to come, and wait for up to ``count`` requests before the first are answered."""
+        self.engine.reseed(seed)
+        self.engine.gather(min(count, self.engine.rows))
+
     def keep(self, request: Request, message: ChatMessage, tokens: Tokens) -> None:
         """Remember the tokens of a reply, and forget the oldest reply."""
         # A copy: the caller may append to its list of messages.

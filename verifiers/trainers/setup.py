@@ -52,6 +52,8 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
     model, dtype = _in_precision(model, job)
     if job.adapters is not None:
         model = with_adapters(model, job.adapters)
+    if getattr(model.config, "output_router_logits", False):
+        logger.warning("the router loss that output_router_logits=True asks for is not a part of the loss here")
     memory = job.plan_module(model, dtype=dtype, is_whole=True)
     if memory.told:
         logger.warning("to fit into %s: %s", device, ", ".join(memory.told))
