@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import weakref
@@ -104,11 +105,11 @@ def sampled(folder: Path, sizes: dict[str, int], **settings: Any) -> Any:
 
 
 def main(folder: Path, asked: dict[str, Any]) -> None:
-    """Imports, kernels and their threads take their memory in a first training, which is not measured."""
+    """The first training loads modules, starts threads and compiles kernels for these sizes; it is not measured."""
     make = sampled if asked.pop("grpo", False) else trained
-    small = {"hidden": 64, "layers": 1, "vocabulary": 256}
-    make(folder / "first", small, batch_size=4, max_seq_length=64, max_steps=1).train()
-    sizes = {name: asked.pop(name) for name in small}
+    sizes = {name: asked.pop(name) for name in ("hidden", "layers", "vocabulary")}
+    make(folder / "first", {**sizes, "layers": 1}, **{**asked, "max_steps": 1}).train()
+    gc.collect()
     before = status("VmRSS")
     trainer = make(folder / "second", sizes, **asked)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
