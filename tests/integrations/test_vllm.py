@@ -412,7 +412,7 @@ def test_a_server_that_hangs_is_given_up_and_no_error_shows_the_key() -> None:
         assert "sk-secret" not in f"{raised.value!r}{raised.value.__context__!r}{server!r}"
         fake.delay_s = 6.0
         started = time.monotonic()
-        with pytest.raises(errors.DeadlineError, match=r"no whole reply within 1 s"):
+        with pytest.raises(errors.DeadlineError, match=r"no complete reply within 1 s"):
             await server.reset_prefix_cache()
         assert time.monotonic() - started < 5
         fake.delay_s = 0.0

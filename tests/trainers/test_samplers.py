@@ -274,7 +274,7 @@ def test_a_server_that_never_answers_is_refused_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_sender, "INFO_S", 0.5)  # 30 s
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = refused(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
-    assert "GET /version: no whole reply within 0.5 s" in said
+    assert "GET /version: no complete reply within 0.5 s" in said
 
 
 def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded(tmp_path):
