@@ -35,9 +35,7 @@ class Completions:
         for message in messages:
             calls = message.get("tool_calls") or []
             if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-                raise errors.RequestRefusedError(
-                    f"a message's 'tool_calls' must be a list of objects: {calls!r:.80}"
-                )
+                raise errors.RequestRefusedError(f"a message's 'tool_calls' must be a list of objects: {calls!r:.80}")
         tools = body.pop("tools", None)
         return await self._answer(http, body, [[with_known_role(one) for one in messages]], "chat", tools=tools)
 
