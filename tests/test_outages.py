@@ -102,7 +102,7 @@ def test_a_reply_without_an_end_is_read_up_to_the_bound_and_no_further(kind: Any
         assert time.monotonic() - began < 20
         assert len(server.requests) == 6  # what was too long once mostly is so again: one second chance, no third
     assert kinds_of(results) == {"BadReplyError"}
-    assert "more than 1,048,576 bytes; max_reply_bytes says how many are read" in str(results.failed[0]["error"])
+    assert "longer than max_reply_bytes=1,048,576" in str(results.failed[0]["error"])
 
 
 def test_a_reply_that_announces_more_than_the_bound_is_not_read_at_all() -> None:

@@ -357,7 +357,7 @@ def test_how_many_bytes_of_a_reply_are_read_is_a_flag(run, toy):
     with vf.FakeServer("0" * 5000) as server:
         args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-n", "1", "-r", "1", "--json")
         found = figures(run(*args, "--max-reply-bytes", "1000", code=1))
-    assert "more than 1,000 bytes" in next(iter(found["causes"]))
+    assert "longer than max_reply_bytes=1,000" in next(iter(found["causes"]))
 
 
 def test_limits_may_stand_in_a_file_of_evaluations(run, toy, folder):

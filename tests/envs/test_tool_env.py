@@ -490,7 +490,7 @@ def test_tools_are_added_and_removed() -> None:
         env.remove_tool(add)
     with pytest.raises(ValueError, match="there is already a tool 'add'"):
         make([add, add])
-    with pytest.raises(TypeError, match="'add' is a tool already"):
+    with pytest.raises(TypeError, match="'add' is already a tool"):
         as_tool(as_tool(add), timeout_s=3)
 
 
