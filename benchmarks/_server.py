@@ -1,4 +1,4 @@
-"""A chat endpoint that answers at once (or after a latency) with one canned reply, as cheaply as Python can."""
+"""A chat endpoint that answers immediately (or after a latency) with one canned reply, with minimal CPU time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d
 
 
 class Canned(asyncio.Protocol):
-    """Counts request bodies by their Content-Length; knows no more of HTTP than that."""
+    """Finds the end of requests by their Content-Length, and parses nothing else."""
 
     latency_s = 0.0
 
@@ -60,7 +60,7 @@ async def main(latency_s: float) -> None:
 
 
 def raise_open_files() -> int:
-    """Thousands of sockets need more descriptors than the usual soft limit."""
+    """Raise the soft limit of file descriptors, because thousands of sockets need more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(65536, hard) if hard != resource.RLIM_INFINITY else 65536
     if soft < wanted:
@@ -70,7 +70,7 @@ def raise_open_files() -> int:
 
 @contextmanager
 def running(latency_s: float = 0.0) -> Iterator[str]:
-    """The server in a process of its own; gives its base url."""
+    """The server in a separate process; yields its base URL."""
     raise_open_files()
     process = subprocess.Popen(
         [sys.executable, __file__, str(latency_s)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -1,8 +1,8 @@
-"""Steps an hour of a training whose tools are slow, one after the other and with rollouts sampled ahead.
+"""Steps per hour of a training with slow tools, synchronous and with rollouts sampled ahead.
 
-Every turn waits for a tool, for times with a long tail (log-normal: most take a moment, a few take very long), as
-searches, sandboxes and judges do. One after the other, each step waits for the slowest of its rollouts; asynchronously
-rollouts go on across updates, groups are learned from as they finish, and the ratio corrects what is stale.
+Every turn waits for a tool, with a long-tailed (log-normal) latency like that of searches, sandboxes and judges. In
+synchronous training each step waits for its slowest rollout. In asynchronous training rollouts continue across updates,
+groups are trained on as they finish, and the importance ratio corrects for stale tokens.
 
     python -m benchmarks.async_training [steps] [seeds]
 """
@@ -28,7 +28,7 @@ FIGURES = ("staleness", "across_updates", "clip_fraction")
 
 
 class SlowTools(vf.MultiTurnEnv):
-    """Two turns, and a tool between them that takes its time. Rewarded is the share of one letter."""
+    """Two turns with a slow tool between them; the reward is the share of one letter."""
 
     def __init__(self, *, seed: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,10 +48,10 @@ def share_of_e(completion: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training: how long it took, what its model is worth at the end, and the figures of its steps."""
+    """A training: its duration, its model's final rewards, and the metrics of its steps."""
 
     took_s: float
-    rewards: dict[Any, list[float]]  # of each question, of the model as it is at the end
+    rewards: dict[Any, list[float]]  # the final model's rewards by question
     steps: list[dict[str, Any]]
 
     @property
@@ -59,7 +59,7 @@ class Trained:
         return mean(mean(of_question) for of_question in self.rewards.values())
 
     def steps_to(self, reward: float) -> int:
-        """Steps until a batch first had this reward; all of them where none had."""
+        """Steps until a batch first had this reward; the number of all steps if none had."""
         return next((i for i, one in enumerate(self.steps) if one["reward"] >= reward), len(self.steps))
 
     def mean(self, figure: str) -> float:
@@ -111,7 +111,7 @@ def main() -> None:
     ways = {"in turn": {}, "ahead": ahead, "ahead, left to the clip": {**ahead, "importance_sampling_mode": "off"}}
     runs: dict[str, list[Trained]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder) / "warm", 1, 0)  # compiles what is compiled once
+        train(Path(folder) / "warm", 1, 0)  # compiles what is compiled only once
         for seed in range(1, seeds + 1):
             for name, settings in ways.items():
                 runs[name].append(train(Path(folder) / f"{name}-{seed}", steps, seed, **settings))

@@ -1,10 +1,10 @@
-"""The same requests and the same training batch by each backend that can run a model on a CPU: the CPU time of each.
+"""CPU time of the same requests and the same training batch with each backend that can run a model on a CPU.
 
     python benchmarks/backends.py
 
-Llama's and Qwen3's shapes (norms of queries and keys, heads wider than their share) of the same size. Sampling is by C,
-by PyTorch in fewer operations, and by the modules as transformers wrote them; learning is forward and backward of a
-packed row, by our kernels and by the modules. One thread, the best of several rounds in turn.
+Llama's and Qwen3's shapes (norms of queries and keys, wide heads) of the same size. Sampling runs in C, in PyTorch with
+fewer operations, and with the modules of transformers. Training is the forward and backward pass of a packed row, with
+our kernels and with the modules. One thread; the best of several alternating rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cpu_ms(work: Callable[[], object]) -> float:
 
 
 def in_turn(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The least CPU time of each; the first round warms up."""
+    """The lowest CPU time of each; the first round is a warm-up."""
     found = [{name: cpu_ms(work) for name, work in ways.items()} for _ in range(ROUNDS + 1)]
     return {name: min(one[name] for one in found[1:]) for name in ways}
 

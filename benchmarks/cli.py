@@ -1,4 +1,4 @@
-"""What the command line costs: CPU of `vf --help`, and of `vf eval` over the same evaluation in a script."""
+"""Overhead of the command line: CPU time of `vf --help`, and of `vf eval` against the same evaluation in a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(results)
 
 
 def cpu_s(command: Sequence[str]) -> float:
-    """Seconds of CPU that a process takes, its start included."""
+    """CPU seconds of a process, including its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
@@ -31,7 +31,7 @@ def cpu_s(command: Sequence[str]) -> float:
 
 
 def in_pairs(one: Sequence[str], other: Sequence[str], pairs: int) -> list[tuple[float, float]]:
-    """Both, one right after the other and each first as often as the other, so that what else goes on meets both."""
+    """Run both in pairs with alternating order, so that other load affects both equally."""
     found = []
     for number in range(pairs):
         if number % 2:
@@ -53,7 +53,7 @@ def main() -> None:
     evaluate = [*VF, "eval", "arithmetic", "-m", "fake", "-n", n, "-r", "1", "-a", f'{{"num_eval_examples": {n}}}']
     script = [sys.executable, "-c", SCRIPT.format(n=n, reply=FAKE_REPLY)]
     for command in (script, [*VF, "--help"]):
-        cpu_s(command)  # compiled and in the cache of files
+        cpu_s(command)  # warm-up: bytecode and file cache
     bare, shown = map(median, zip(*in_pairs([sys.executable, "-c", "pass"], [*VF, "--help"], given.pairs), strict=True))
     print(f"vf --help                  {shown * 1000:7.0f} ms CPU (an empty Python: {bare * 1000:.0f} ms)")
     pairs = in_pairs(script, evaluate, given.pairs)

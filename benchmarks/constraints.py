@@ -1,6 +1,6 @@
-"""What constrained sampling costs: importing the library, compiling a schema, the mask of one step; two libraries.
+"""Cost of constrained sampling with two libraries: import, compiling a schema, and the mask of one step.
 
-llguidance is what the engine uses; outlines-core is measured beside it where it is installed.
+The engine uses llguidance; outlines-core is measured as well if it is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEMA = {
 
 
 def tokenizer() -> Any:
-    """As many tokens as a real one has: bytes, and words of letters, digits and marks drawn at random."""
+    """A vocabulary of realistic size: bytes, and random words of letters, digits and punctuation."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     draw = random.Random(0)
@@ -45,7 +45,7 @@ def tokenizer() -> Any:
 
 
 def import_cpu_ms(module: str) -> float:
-    """CPU of importing a module in a fresh process, less that of a bare one; the best of five."""
+    """CPU time of importing a module in a fresh process, minus that of an empty one; the best of five."""
     code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
     runs = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

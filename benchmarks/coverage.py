@@ -1,10 +1,10 @@
-"""How often 95% intervals hold the truth, how wide they are, and what tests find, by simulation.
+"""Coverage and width of 95% intervals, and error rates of the tests, by simulation.
 
-Every cell calls the library's own functions on runs drawn anew, examples included. `held` is the share of runs whose
-interval has the truth in it (a run without an interval counts as one that has not), `width` is the average width next
-to that of ±1.96 true standard errors.
+Every cell calls the library's functions on newly drawn runs, including new examples. `held` is the share of runs whose
+interval contains the true value (a run without an interval counts as a miss). `width` is the average width relative to
+that of ±1.96 true standard errors.
 
-    python benchmarks/coverage.py                       # all parts, 2,000 runs of a cell (fewer where a run is costly)
+    python benchmarks/coverage.py                       # all parts, 2,000 runs per cell (fewer if a run is costly)
     python benchmarks/coverage.py skewed clustered --runs 400
 """
 
@@ -27,7 +27,7 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of run: what its mean truly is, its true standard error, and how to draw one and its interval."""
+    """One kind of run: its true mean and standard error, and a function that draws a run's interval."""
 
     row: str
     column: str
@@ -40,7 +40,7 @@ class Cell:
         return f"{self.row}, {self.column}"
 
     def simulate(self, runs: int, seed: int = 0) -> tuple[float, float | None]:
-        """The share of runs that hold the truth, and their width next to ±1.96 true standard errors."""
+        """The share of intervals that contain the truth, and their width relative to ±1.96 true standard errors."""
         random = Random(f"{self.name} {seed}")
         held, widths = 0, []
         for _ in range(runs):
@@ -53,7 +53,7 @@ class Cell:
 
 
 def chance(random: Random, share: float, alike: float) -> float:
-    """An example's chance to be solved: the same for all at alike = 0, always 0 or 1 at 1."""
+    """An example's probability to be solved: the same for all at alike = 0, always 0 or 1 at alike = 1."""
     if not alike:
         return share
     strength = 1 / alike - 1
@@ -86,7 +86,7 @@ def lognormal(sigma: float, n: int) -> Cell:
 
 
 def weighted(weights: tuple[float, ...], shares: tuple[float, ...], n: int) -> Cell:
-    """Rights and wrongs that are weighted and added up."""
+    """Weighted sums of binary scores."""
     mean = sum(w * p for w, p in zip(weights, shares, strict=True))
     sd = math.sqrt(sum(w * w * p * (1 - p) for w, p in zip(weights, shares, strict=True)))
     terms = " + ".join(f"{w:g} × ({p:g} right)" for w, p in zip(weights, shares, strict=True))
@@ -106,7 +106,7 @@ def repeated(share: float, n: int, rollouts: int, alike: float) -> Cell:
 
 
 def impossible(part: float, n: int, rollouts: int) -> Cell:
-    """A part of the examples is never solved, the others 95 times of 100."""
+    """A part of the examples is never solved, the others with probability 0.95."""
     ids = [i // rollouts for i in range(n * rollouts)]
     truth = 0.95 * (1 - part)
     se = math.sqrt((part * (1 - part) * 0.95**2 + (1 - part) * 0.95 * 0.05 / rollouts) / n)
@@ -130,7 +130,7 @@ def real_valued(n: int, rollouts: int, failed: float) -> Cell:
 
 
 def failing_where_hard(n: int, rollouts: int) -> Cell:
-    """12% of the rollouts fail, those of hard examples more often."""
+    """12% of the rollouts fail, more often on hard examples."""
 
     def run(random: Random) -> Bounds:
         values: list[float | None] = []
@@ -146,7 +146,7 @@ def failing_where_hard(n: int, rollouts: int) -> Cell:
 
 
 def failing_at_random(share: float, n: int, rollouts: int, alike: float, failed: float) -> Cell:
-    """Rights and wrongs of which a part is lost, so that examples have unequal numbers of rollouts."""
+    """Binary scores of which a part is missing, so that examples have unequal numbers of rollouts."""
 
     def run(random: Random) -> Bounds:
         chances = [chance(random, share, alike) for _ in range(n)]
@@ -163,7 +163,7 @@ def failing_at_random(share: float, n: int, rollouts: int, alike: float, failed:
 
 def passing(k: int, share: float, n: int, rollouts: int, is_all: bool) -> Cell:
     ids = [i // rollouts for i in range(n * rollouts)]
-    a, b = share, 1 - share  # beta(share, 1 - share): examples are alike by 0.5
+    a, b = share, 1 - share  # beta(share, 1 - share): alike is 0.5
     none, every = (math.prod((x + i) / (1 + i) for i in range(k)) for x in (b, a))
 
     def run(random: Random) -> Bounds:
@@ -176,7 +176,7 @@ def passing(k: int, share: float, n: int, rollouts: int, is_all: bool) -> Cell:
 
 
 def two_runs(random: Random, share: float, n: int, rollouts: int, gap: float) -> tuple[dict, dict]:  # type: ignore[type-arg]
-    """Run B draws the difficulty of half the examples anew, so that its mean is lower by ``gap``."""
+    """Run B draws new difficulties for half the examples, so that its mean is lower by ``gap``."""
     a, b = {}, {}
     for example in range(n):
         before = after = chance(random, share, 0.5)
@@ -211,7 +211,7 @@ def unpaired(share: float, n: int) -> Cell:
 
 
 def stopped(share: float, until: float, looks: float = 1.02) -> Cell:
-    """A run that is looked at again and again, and stopped as soon as its interval is narrow enough."""
+    """A run that is checked repeatedly, and stopped as soon as its interval is narrow enough."""
 
     def run(random: Random) -> Bounds:
         sequence, next_look = stats.ConfidenceSequence(until=until), 2
@@ -245,7 +245,7 @@ def skewed() -> Iterator[Cell]:
 def sums() -> Iterator[Cell]:
     for n in (20, 50, 100):
         yield weighted((0.9, 0.1), (0.1, 0.9), n)
-        if n > 20:  # where fewer are drawn, many runs have no interval: every score is 0.1
+        if n > 20:  # with fewer, many runs have no interval, because every score is 0.1
             yield weighted((0.9, 0.1), (0.05, 0.95), n)
         yield weighted((0.8, 0.2), (0.9, 0.5), n)
         yield weighted((1.0, 0.1), (0.5, 0.9), n)
@@ -269,7 +269,7 @@ def others() -> Iterator[Cell]:
 
 
 def held_out() -> Iterator[Cell]:
-    """Means, sizes and likenesses that no constant was chosen on."""
+    """Means, sizes and values of ``alike`` on which no constant was tuned."""
     for share in (0.37, 0.62, 0.88, 0.97):
         for n, rollouts in ((4, 10), (9, 3), (14, 7), (35, 24)):
             for alike in (0.06, 0.25, 0.6):
@@ -277,7 +277,7 @@ def held_out() -> Iterator[Cell]:
 
 
 def missed() -> Iterator[Cell]:
-    """What no interval can know: a few examples may hold none of those that are impossible."""
+    """A limit of any interval: a small sample may contain none of the impossible examples."""
     for n in (5, 10, 20, 50):
         for part in (0.0, 0.1, 0.2, 0.3):
             yield impossible(part, n, 16)
@@ -313,7 +313,7 @@ def sequences() -> Iterator[Cell]:
     yield stopped(0.9, 0.05)
 
 
-PARTS: dict[str, tuple[Callable[[], Iterator[Cell]], float]] = {  # and the share of the runs that can be afforded
+PARTS: dict[str, tuple[Callable[[], Iterator[Cell]], float]] = {  # and the share of --runs that it uses
     "skewed": (skewed, 1.0),
     "sums": (sums, 0.5),
     "clustered": (clustered, 0.5),
@@ -328,7 +328,7 @@ PARTS: dict[str, tuple[Callable[[], Iterator[Cell]], float]] = {  # and the shar
 
 
 def exact_coverage(share: float, n: int) -> float:
-    """How often the interval of n rights and wrongs holds their true share, summed up over all that can be seen."""
+    """The exact coverage of the interval of n binary scores, summed over all outcomes."""
     total = 0.0
     for right in range(n + 1):
         found = stats.mean_interval([1] * right + [0] * (n - right))
@@ -338,7 +338,7 @@ def exact_coverage(share: float, n: int) -> float:
 
 
 def rejections(share: float, n: int, rollouts: int, kept: float, runs: int) -> tuple[float, float, float]:
-    """How often two runs are told apart: by `compare`, by the signs of differences alone, and by Student's t alone.
+    """How often two runs are found to differ: by `compare`, by the sign test alone, and by Student's t alone.
 
     Run B solves each example `kept` times as often as run A.
     """
@@ -359,7 +359,7 @@ def rejections(share: float, n: int, rollouts: int, kept: float, runs: int) -> t
 
 
 def print_table(cells: Sequence[Cell], runs: int) -> None:
-    """One row a kind of run; in a cell how often it held, and how wide it was."""
+    """Print one row per kind of run; a cell has the coverage and the relative width."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
     rows: dict[str, dict[str, str]] = {}
     for cell in cells:

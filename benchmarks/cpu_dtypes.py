@@ -1,9 +1,9 @@
-"""Tokens a second of SmolLM2-135M on a CPU in float32, which C runs, and in bfloat16, which PyTorch runs.
+"""Tokens per second of SmolLM2-135M on a CPU in float32, which runs in C, and in bfloat16, which runs in PyTorch.
 
     python benchmarks/cpu_dtypes.py     # vf models pull smollm2 first
 
-The rule it is about: weights are float32 on a CPU unless somebody says otherwise (`engine/files/models.py`). Rounds are
-taken in turn and the best of each counts, so that another program's busy moment does not.
+The rule that it justifies: weights on a CPU are float32 by default (`engine/files/models.py`). Rounds alternate, and
+the best of each counts, so that load from other programs matters less.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Products of float32 by PyTorch (MKL) and by oneDNN on this CPU, and what a training step gains; ratios of CPU time.
+"""float32 matrix products by PyTorch (MKL) and by oneDNN on this CPU, and in a training step; ratios of CPU time.
 
     python benchmarks/cpu_matmul.py
 
-The rule it is about: on processors of AMD's, products with weights of 32,768 numbers or more are oneDNN's
-(`kernels/cpu/matmul.py`). One thread; both ways in turn, the best of several counts.
+The rule that it justifies: on AMD processors, products with weights of 32,768 elements or more use oneDNN
+(`kernels/cpu/matmul.py`). One thread; both alternate, and the best of several rounds counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def best_s(work: Callable[[], object]) -> float:
 
 
 def ratios(rows: int, outputs: int, inputs: int) -> list[float]:
-    """PyTorch's time over oneDNN's: of the product, and of the gradients of its input and its weight."""
+    """PyTorch's time over oneDNN's, for the product and for the gradients of its input and its weight."""
     x, weight, grad = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs)
     ways: list[Callable[[], object]] = [
         lambda: matmul.linear(x, weight),

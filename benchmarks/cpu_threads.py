@@ -1,10 +1,10 @@
-"""When a second thread pays on a CPU: decoding models of several sizes in C, and the kernels of a layer that learns.
+"""When a second thread helps on a CPU: decoding models of several sizes in C, and the training kernels of a layer.
 
     python benchmarks/cpu_threads.py
 
-The rules it is about: a thread for every two million parameters when sampling (`cpu/threads.py`), 32,768 numbers a
-thread at least when learning (`cpu/learning.py`). Each time is the best of several, so that another program's busy
-moment does not count.
+The rules that it justifies: one thread per two million parameters for sampling (`cpu/threads.py`), and at least 32,768
+elements per thread for training (`cpu/learning.py`). Each time is the best of several, so that load from other programs
+matters less.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def best_ms(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def decode_ms(width: int, layers: int, parts: int) -> tuple[int, float]:
-    """Parameters, and milliseconds of one step for all sequences by so many threads."""
+    """The number of parameters, and the milliseconds of one decode step for all sequences with ``parts`` threads."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
@@ -66,7 +66,7 @@ def decode_ms(width: int, layers: int, parts: int) -> tuple[int, float]:
 
 
 def learning_ms(rows: int, parts: int) -> tuple[float, float]:
-    """Milliseconds of norm and gate, forward and backward, in C and in PyTorch."""
+    """Milliseconds of norm and gate, forward and backward, in C and in PyTorch with ``parts`` threads."""
     torch.set_num_threads(parts)
     x, weight, grad = torch.randn(rows, WIDTH), torch.randn(WIDTH), torch.randn(rows, WIDTH)
 

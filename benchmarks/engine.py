@@ -1,9 +1,9 @@
-"""Tokens per second of the local engine beside `transformers.generate`, on the same prompts in the same run.
+"""Tokens per second of the local engine and of `transformers.generate`, on the same prompts in the same run.
 
-python benchmarks/engine.py               # on CUDA if there is a card, else on the CPU
+python benchmarks/engine.py               # on a GPU if there is one, else on the CPU
 python benchmarks/engine.py --model PATH  # a real model instead of SmolLM2-135M's shape with random weights
-python benchmarks/engine.py --only ours   # on CUDA: the engine alone, without `generate` beside it
-python benchmarks/engine.py --only memory # what the KV cache holds beside the tokens that are there
+python benchmarks/engine.py --only ours   # on a GPU: only the engine, without `generate`
+python benchmarks/engine.py --only memory # KV cache memory relative to the tokens in it
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, vocabulary
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 151936),
     "tiny": (128, 256, 4, 4, 2, 2048),
 }
-WARM_UP, WARM_UP_CUDA = 1, 3  # rounds: on a card, what is run a second time is recorded as a graph
+WARM_UP, WARM_UP_CUDA = 1, 3  # rounds; on a GPU a step is captured as a graph when it runs a second time
 
 
 def make(name: str, device: str, family: str = "Llama") -> Any:
-    """A model of that shape with random weights."""
+    """A model of a shape with random weights."""
     torch.manual_seed(0)
     hidden, feed_forward, layers, heads, kv_heads, vocabulary = SHAPES[name]
     config = getattr(transformers, f"{family}Config")(
@@ -61,7 +61,7 @@ def prompts_of(n: int, low: int, high: int, vocabulary: int) -> list[list[int]]:
 
 
 def timed(work: Callable[[], int]) -> float:
-    """Tokens per second of a piece of work that returns how many it made."""
+    """Tokens per second of a function that returns the number of tokens it generated."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -85,7 +85,7 @@ def by_generate(model: Any, prompts: list[list[int]], tokens: int) -> int:
 
 
 def by_generate_mixed(model: Any, prompts: list[list[int]], limits: list[int]) -> int:
-    """A batch goes on until its longest reply is done; only the tokens that were asked for count."""
+    """A batch runs until its longest reply is done; only the requested tokens count."""
     by_generate(model, prompts, max(limits))
     return sum(limits)
 
@@ -104,7 +104,7 @@ Work = Callable[[list[list[int]]], int]
 def compare(
     name: str, prompts: Callable[[], list[list[int]]], ours: Work, theirs: Work | None, rounds: int, warm_up: int
 ) -> None:
-    """Medians over several rounds, one after the other in turn, each with fresh prompts; the first ones warm up."""
+    """Medians over several alternating rounds with fresh prompts; the first rounds are a warm-up."""
     rates: list[float] = []
     others: list[float] = []
     for _ in range(rounds + warm_up):
@@ -170,7 +170,7 @@ def on_cpu(model: Any, label: str, tokens: int) -> None:
 
 
 def long_replies(model: Any, label: str, rows: int, low: int, high: int) -> None:
-    """Replies of reasoning models: few rows, long histories."""
+    """Long replies, as of reasoning models: few rows, long histories."""
     engine = Engine(model, rows=rows, length=high + 128)
     limits = [random.randint(low, high) for _ in range(rows)]
     compare(
@@ -186,7 +186,7 @@ def long_replies(model: Any, label: str, rows: int, low: int, high: int) -> None
 
 
 def first_answer(name: str, label: str, family: str = "Llama") -> None:
-    """Seconds from a model in memory to the first token of its first answer, and of the first full batch."""
+    """Seconds from a model in memory to the first token of its first answer, and to the first full batch."""
     model = make(name, "cuda" if torch.cuda.is_available() else "cpu", family)
     began = time.perf_counter()
     engine = Engine(model, rows=256, length=512)
@@ -203,7 +203,7 @@ def first_answer(name: str, label: str, family: str = "Llama") -> None:
 
 
 def memory_held(model: Any, label: str, rows: int, n: int, low: int, high: int) -> None:
-    """Blocks that are held beside the tokens that are there: the most at any step, and on average."""
+    """Allocated blocks relative to the tokens in them: maximum over all steps, and median."""
     engine = Engine(model, rows=rows, length=high + 200)
     ratios, step = list[tuple[float, float]](), engine._step
 
@@ -230,13 +230,13 @@ def memory_held(model: Any, label: str, rows: int, n: int, low: int, high: int) 
 
 
 def second_turn(model: Any, label: str, length: int) -> None:
-    """Time to the first token of a second turn, with the history's keys and without."""
+    """Time to the first token of a second turn, with and without the prefix cache of the history."""
     engine = Engine(model, rows=4, length=length + 200)
     history = prompts_of(1, length - 64, length - 64, model.config.vocab_size)[0]
     first = engine.submit(history, Sampling(max_tokens=64, seed=1))[0].result()
     turn = [*first.prompt_ids, *first.ids, *prompts_of(1, 20, 20, model.config.vocab_size)[0]]
     times: dict[str, float] = {}
-    for name in ("with", "without") * 6:  # the first of each warm up
+    for name in ("with", "without") * 6:  # the first of each is a warm-up
         if name == "without":
             engine.forget()
         began = time.perf_counter()

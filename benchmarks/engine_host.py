@@ -1,12 +1,11 @@
-"""What the host does for the steps on a card, with a card that takes no time: CPU of a step, a token, a request.
+"""The host's CPU time per step, token and request of GPU steps, with a simulated GPU that takes no time.
 
-A step of 1,024 rows at 300,000 tokens a second lasts 3.4 ms, one of 256 rows at 150,000 lasts 1.7 ms: what the host
-does beside it has to be well below that. Scheduler, blocks, prefix cache, tables, answers and the calls of PyTorch are
-the engine's own; graphs and kernels are not run. (A call that starts work on a card takes about as long as one that
-does as little on the CPU.)
+A step of 1,024 rows at 300,000 tokens per second lasts 3.4 ms, one of 256 rows at 150,000 lasts 1.7 ms; the host's work
+must take well below that. Scheduler, blocks, prefix cache, tables, answers and PyTorch calls are the engine's own;
+graphs and kernels are not run. (Launching work on a GPU takes about as long as an equally small call on the CPU.)
 
 python benchmarks/engine_host.py            # the table
-python benchmarks/engine_host.py --profile  # and where the time goes, of 4,096 requests through 1,024 rows
+python benchmarks/engine_host.py --profile  # and a profile of 4,096 requests through 1,024 rows
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CASES = [(256, 256, 1), (1024, 1024, 1), (256, 1024, 1), (1024, 4096, 1), (1024,
 
 
 class IdleCard:
-    """Takes no time: every token is the same one."""
+    """A GPU that takes no time and always samples the same token."""
 
     def capture(self, work: Callable[[], Any], undo: Any = None) -> tuple[Any, Any]:
         return self, work()
@@ -67,7 +66,7 @@ class IdleCard:
 
 
 class IdleDecoder(CudaDecoder):
-    """Its graphs are empty, and its prompts have logits at once."""
+    """A decoder with empty graphs and immediate prompt logits."""
 
     def _step(self, size: int, truncates: bool) -> Tensor:
         words = torch.zeros(WORDS * size, dtype=torch.int32)
@@ -76,7 +75,7 @@ class IdleDecoder(CudaDecoder):
 
 
 def model() -> Any:
-    """A small one with as many parameters as SmolLM2 has: they are looked at in every step."""
+    """A small model with as many parameter tensors as SmolLM2, because every step checks them."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=30, num_attention_heads=2, num_key_value_heads=1,
@@ -87,7 +86,7 @@ def model() -> Any:
 
 
 def make(rows: int, model: Any, *, runs_itself: bool = False) -> Engine:
-    """An engine whose steps go the way of a card; the caller takes them, where it has no thread of its own."""
+    """An engine with the code path of a GPU; without its own thread, the caller runs the steps."""
     engine = Engine(model, rows=rows, length=512, prefill_tokens=PREFILL_CUDA)
     cache: Any = engine.scheduler.cache
     engine.scheduler.blocks = BlockManager(cache.store.shape[2], least_shared=LEAST_SHARED_CUDA)
@@ -101,7 +100,7 @@ def make(rows: int, model: Any, *, runs_itself: bool = False) -> Engine:
 def drive(
     engine: Engine, requests: int, group: int, draw: random.Random, watch: cProfile.Profile | None
 ) -> list[float]:
-    """Milliseconds of CPU a step, microseconds a token, and a request to submit; tokens a second of the host alone."""
+    """CPU time in ms per step, in µs per token and per submitted request; the host's maximum of tokens per second."""
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(32, 96))] for _ in range(requests // group)]
     ways = [Sampling(max_tokens=draw.randint(64, 256), seed=i) for i in range(requests)]
     began, steps, tokens = time.thread_time(), engine.steps, engine.tokens
@@ -135,7 +134,7 @@ def main() -> None:
         watch = cProfile.Profile(time.thread_time) if profiles and (requests, group) == (4096, 1) else None
         rounds = [
             drive(engine, requests, group, draw, watch if i == 2 else None) for i in range(3)
-        ]  # the first warms up
+        ]  # the first is a warm-up
         step, token, submit, rate = min(rounds[1:])
         print(
             f"{requests:>5,} requests{f' in groups of {group}' if group > 1 else '':<16} through {rows:>5,} rows: "

@@ -1,7 +1,7 @@
-"""What the engine itself costs a decode step, beside the model's forward and the sampling: 2M parameters, 32 requests.
+"""The engine's own share of a decode step, besides forward and sampling, with 2M parameters and 32 requests.
 
 python benchmarks/engine_overhead.py            # prints the share; exits with 1 above 25 %
-python benchmarks/engine_overhead.py --profile  # and where the time goes
+python benchmarks/engine_overhead.py --profile  # and a profile
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPE = {
 
 
 class Clock:
-    """Time spent within a function, added up until it is read."""
+    """Accumulates the time spent in a function until it is read."""
 
     def __init__(self) -> None:
         self.spent = 0.0
@@ -66,13 +66,13 @@ class Clock:
 
 
 def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> tuple[float, float, float, float]:
-    """Median milliseconds of a step, of its forward and of its sampling; and the share that is neither."""
+    """Median milliseconds of a step, of its forward and of its sampling; and the remaining share."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()  # type: ignore[arg-type]
     engine = Engine(model, rows=requests, length=512)
     forward, sampling = Clock(), Clock()
     steps: list[tuple[float, float, float]] = []
-    # Not `runner.forward`: putting the attention and other layers in place is the engine's work.
+    # Not `runner.forward`, because replacing attention and other layers is the engine's work.
     runner: Any = engine.runner
     runner._run_module, runner.decoder.forward = map(forward.timing, (runner._run_module, runner.decoder.forward))
     runner.cpu.run, runner.cpu.decode = map(forward.timing, (runner.cpu.run, runner.cpu.decode))
@@ -82,13 +82,13 @@ def measure(requests: int, tokens: int, case: dict[str, Any], profile: bool) -> 
     began, drawn = [0.0], [0]
 
     def one_step() -> None:
-        """From the start of a turn to the start of the next, so that what lies between them counts too."""
+        """Measure from the start of one iteration to the start of the next, including the time between."""
         began.append(time.perf_counter())
         drawn.append(engine.steps)
-        n = drawn[-1] - drawn[-2]  # a turn may have been several steps
+        n = drawn[-1] - drawn[-2]  # an iteration may have several steps
         is_full = (
             len(engine.running) == requests and not engine.waiting
-        )  # in the turn before this one nobody came or went
+        )  # no request arrived or finished in the previous iteration
         parts = forward.read(), sampling.read()
         if is_full and engine.steps > 1:
             steps.append(((began[-1] - began[-2]) / n, *(part / n for part in parts)))

@@ -1,12 +1,13 @@
-"""Where the time of the local engine goes on a card: start-up, the host's phases, the device's steps, its kernels.
+"""A profile of the local engine on a GPU: start-up, phases of the host, steps of the device, kernels.
 
 python benchmarks/engine_profile.py                              # 1,024 requests at once, SmolLM2's shape
-python benchmarks/engine_profile.py --rows 1024 --requests 4096  # admission beside decoding
-python benchmarks/engine_profile.py --try ahead=1,2,4            # tokens a second with other rules, one after the other
+python benchmarks/engine_profile.py --rows 1024 --requests 4096  # admission during decoding
+python benchmarks/engine_profile.py --try ahead=1,2,4            # tokens per second with other settings, one by one
 python benchmarks/engine_profile.py --shape qwen2-1.5b --family Qwen2 --rows 256 --requests 256
 python benchmarks/engine_profile.py --steps 8x128 256x128 64x2500   # ms of a decode step: rows × history
 
-Without a card the host's part is shown, with a card that takes no time. What fails is printed, and the rest goes on.
+Without a GPU only the host's part is shown, with a simulated GPU that takes no time. Failures are printed, and the
+other parts continue.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PREFILL_SIZES = (32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192
 
 
 def kernels(name: str) -> Any:
-    """A module of Triton kernels, which only a machine with Triton has."""
+    """Import a module of Triton kernels, which needs Triton."""
     from importlib import import_module
 
     return import_module(f"verifiers.kernels.cuda.{name}")
@@ -51,12 +52,12 @@ RULES: dict[str, Callable[[int], None]] = {
     "attend_positions": lambda n: setattr(kernels("decode"), "BLOCK_S", n),
     "attend_bytes_in_flight": lambda n: setattr(kernels("decode"), "IN_FLIGHT_BYTES", n),
     "programs_per_multiprocessor": lambda n: setattr(kernels("splits"), "PER_MULTIPROCESSOR", n),
-    "fused_projections": lambda n: setattr(kernels("projections"), "MARGIN", 0.97 * n),  # 0: never, 1: where quicker
+    "fused_projections": lambda n: setattr(kernels("projections"), "MARGIN", 0.97 * n),  # 0: never, 1: if faster
 }
 
 
 class Marks:
-    """Times between two points of the card's own queue; read when all is done."""
+    """Times between two points of the GPU's stream, read at the end."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, list[tuple[Any, Any]]] = {}
@@ -79,7 +80,7 @@ class Marks:
         return marked
 
     def read(self) -> dict[str, tuple[int, float]]:
-        """How many of each kind, and milliseconds of one."""
+        """The count and the average milliseconds of each kind."""
         if HAS_CARD:
             torch.cuda.synchronize()
         found = {}
@@ -91,7 +92,7 @@ class Marks:
 
 
 class Phases:
-    """Time that the engine's thread spends in each function, without those it calls that are watched too."""
+    """Time of the engine's thread in each function, excluding watched functions that it calls."""
 
     def __init__(self) -> None:
         self.spent: dict[str, list[float]] = {}
@@ -126,7 +127,7 @@ class Phases:
 
 @contextmanager
 def going_on(what: str) -> Iterator[None]:
-    """One part that fails must not cost the others: time on a card is dear."""
+    """If one part fails, continue with the others, because GPU time is expensive."""
     try:
         yield
     except Exception:
@@ -134,7 +135,7 @@ def going_on(what: str) -> Iterator[None]:
 
 
 class Compiled:
-    """The kernels that Triton compiled (not those that it had on disk), and how long each took."""
+    """The kernels that Triton compiled or read from disk, and the time of each."""
 
     def __init__(self) -> None:
         self.took: list[tuple[str, float]] = []
@@ -172,7 +173,7 @@ def start(args: argparse.Namespace, model: Any) -> Engine:
 
 
 def one_round(engine: Engine, args: argparse.Namespace) -> tuple[float, int]:
-    """Tokens a second, and steps."""
+    """Tokens per second, and the number of steps."""
     random.seed(args.seed)
     args.seed += 1
     n = args.requests // args.group
@@ -230,7 +231,7 @@ def show_rounds(engine: Engine, args: argparse.Namespace) -> None:
 
 
 class _Waited:
-    """An event whose waiting is timed."""
+    """An event that times its waits."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.synchronize = synchronize
@@ -244,7 +245,7 @@ def show_kernels(engine: Engine, args: argparse.Namespace) -> None:
         rate, n = one_round(engine, args)
     found: dict[str, tuple[int, float]] = {}
     for one in profiled.events() or ():
-        if HAS_CARD and one.device_type.name == "CPU":  # the calls that started them
+        if HAS_CARD and one.device_type.name == "CPU":  # the launching calls
             continue
         times, spent = found.get(one.name, (0, 0.0))
         found[one.name] = times + 1, spent + one.time_range.elapsed_us()
@@ -269,14 +270,14 @@ def show_tries(args: argparse.Namespace, model: Any, tries: Sequence[str]) -> No
 
 
 def show_steps(args: argparse.Namespace, model: Any, cases: Sequence[tuple[int, int]]) -> None:
-    """Milliseconds of a decode step: rows, and histories that differ by a quarter, in blocks that lie anywhere."""
+    """Milliseconds of a decode step, by rows and history; lengths differ by a quarter, and blocks are scattered."""
     rows, longest = max(rows for rows, _ in cases), max(history for _, history in cases)
     engine = Engine(model, rows=rows, length=2 * longest)
     by_engine(engine, prompts_of(1, 32, 32, engine.vocabulary), [4])
     cuda: Any = engine.scheduler.cuda
     generator = torch.Generator("cuda").manual_seed(args.seed)
     with engine.lock, torch.inference_mode(), engine.runner.evaluating():
-        cuda.is_live.zero_()  # so that lengths stay as they are
+        cuda.is_live.zero_()  # so that lengths stay constant
         for rows, history in cases:
             cuda.blocks.random_(1, cuda.cache.store.shape[2], generator=generator)
             cuda.length.random_(history * 3 // 4, history * 5 // 4 + 1, generator=generator)

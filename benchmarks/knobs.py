@@ -1,4 +1,4 @@
-"""One knob at a time: the guessing game of examples/302 trained with other settings, and where it ended.
+"""One setting at a time: the guessing game of examples/302 trained with other settings, and its final results.
 
 python benchmarks/knobs.py [--seeds 1 2] [--steps 48] [--only "as it is" …]
 """
@@ -34,7 +34,7 @@ def mean(values: list[float]) -> float:
 
 
 def run(settings: dict[str, Any], seed: int, steps: int) -> str:
-    """The share of games won, and the figures that the page on knobs speaks of, over the last five steps."""
+    """The share of games won and the metrics on the page about knobs, over the last five steps."""
     weights = settings.get("weights", (1.0, 0.5))
     chosen = {name: value for name, value in settings.items() if name != "weights"}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A tiny transformer, made and warmed up on the spot, learns to reverse text by reward: before and after, by seed.
+"""A new tiny transformer, warmed up, learns to reverse text by reward: before and after, by seed.
 
 python benchmarks/learning.py [--seeds 0 1 2] [--steps 110]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 example = importlib.import_module("examples.303_warm_up_and_grpo")
-example.ROWS, example.PASSES, example.ENOUGH = 20_000, 1, 2.5  # longer than the example: how far does it get?
+example.ROWS, example.PASSES, example.ENOUGH = 20_000, 1, 2.5  # longer than the example, to see the final reward
 
 
 def main(seeds: list[int], steps: int) -> None:

@@ -1,10 +1,10 @@
-"""What SmolLM2-135M-Instruct learns on one GPU in minutes: held-out accuracy before and after, by question.
+"""SmolLM2-135M-Instruct trained for minutes on one GPU: held-out accuracy before and after, paired by question.
 
 python benchmarks/learning_smollm2.py                         # arithmetic, LoRA and full
 GSM8K_PATH=folder python benchmarks/learning_smollm2.py gsm8k  # the same on GSM8K (train.jsonl, test.jsonl)
     --model PATH   a folder or GGUF file instead of the embedded model
-    --seed 1 2     a run with each of these seeds
-    --minutes 2    stop each run's reinforcement learning after so long
+        --seed 1 2     one run per seed
+        --minutes 2    stop each run's reinforcement learning after this time
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import verifiers as vf
 from verifiers.stats import compare
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLED = 4  # rollouts of each held-out question
+SAMPLED = 4  # rollouts per held-out question
 
 CASES: dict[str, dict[str, Any]] = {
     "arithmetic": {
@@ -41,9 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
         "env": {},
         "metric": "correct_answer",
         "config": {"batch_size": 1024, "group_size": 32, "max_new_tokens": 200, "max_steps": 400},
-        # Right answers are rare: a higher rate settles for a number that is often right, with no steps before it.
+        # Right answers are rare: with a higher rate the model always gives one frequent number, without reasoning.
         "rates": {"full": 1e-5, "lora": 1e-4},
-        # The model as it comes never puts a number into a box: there would be nothing to learn from.
+        # The original model never uses the box, so all rewards would be 0.
         "warm_up_rates": {"full": 1e-4, "lora": 1e-3},
         "warm_up_epochs": 5,
     },
@@ -120,7 +120,7 @@ def run(name: str, how: str, model_name: str, minutes: float, seed: int) -> dict
 
 
 def held_out(trainer: Any) -> dict[str, Any]:
-    """The evaluation rows as one would use the model, and as it is trained, where repeats narrow the interval."""
+    """Evaluate greedily, as in use, and by sampling, as in training, with repeats for a narrower interval."""
     sampled = trainer.env.generate_sync(
         inputs=trainer.eval_rows,
         client=trainer.client,
@@ -139,7 +139,7 @@ def scores(results: Any, metric: str) -> dict[Any, list[Any]]:
 
 
 def warm_up(trainer: Any, env: Any, rate: float, epochs: int, seed: int) -> None:
-    """Passes over the worked solutions of the training rows: the form, and what supervision can teach."""
+    """Supervised fine-tuning on the worked solutions of the training rows."""
     solutions = {}
     for line in Path(os.environ["GSM8K_PATH"], "train.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""What comparing two answers in mathematics costs: plain numbers, algebra, and answers made to hold the grader up.
+"""Cost of comparing two mathematical answers: plain numbers, algebra, and answers meant to block the grader.
 
 python benchmarks/math_answers.py [-n 20000]
 """
@@ -39,12 +39,12 @@ HOSTILE = [
 
 
 def cpu_of_workers() -> float:
-    """Seconds of processor time of all processes that this one has started, and they in turn."""
+    """CPU seconds of all descendants of this process."""
     fields = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parts = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has just ended
             continue
         fields[int(path.parent.name)] = (int(parts[1]), sum(map(int, parts[11:15])))  # parent; own and ended children's
     known = {os.getpid()}
@@ -72,7 +72,7 @@ async def main(n: int) -> None:
         await ask(rubric, right, response)
     took = []
     for _ in range(10):
-        rubric = vf.MathRubric()  # a new one has nothing remembered
+        rubric = vf.MathRubric()  # a new one has an empty cache
         for right, response, expected in ALGEBRA:
             seconds, verdict = await ask(rubric, right, response)
             assert verdict == expected, (right, response)

@@ -1,8 +1,8 @@
-"""Planned and measured peak memory of GRPO steps: a 7B with all weights on one card, and LoRA and QLoRA in 24 GB of it.
+"""Planned and measured peak memory of GRPO steps: a 7B model with all weights on one GPU, LoRA and QLoRA in 24 GB.
 
-python benchmarks/memory_plan.py               # every case that this machine can run; random weights, made on the card
-python benchmarks/memory_plan.py lora qlora    # some of them
-python benchmarks/memory_plan.py --shape small # the same at a tenth of the size
+python benchmarks/memory_plan.py               # every case that this machine can run, with random weights
+python benchmarks/memory_plan.py lora qlora    # some cases
+python benchmarks/memory_plan.py --shape small # a tenth of the size
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make(shape: str) -> tuple[Any, Any]:
 
 
 def planned_only(cases: list[str], shape: str, rollouts: int) -> None:
-    """Without a card: what the plan says of an H200, and of 24 GB of it."""
+    """Without a GPU: the plan for an H200, and for 24 GB of it."""
     print("there is no card here: planned, and not measured")
     size, length = ModelSize.of(config_of(shape)), WORDS + 2 + NEW
     for name in cases:
@@ -149,7 +149,7 @@ def main() -> None:
             continue
         try:
             run(name, given.shape, given.steps, given.rollouts)
-        except Exception as error:  # the next case is another measurement
+        except Exception as error:  # continue with the next case
             print(f"{name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Rollouts on Ray workers, on a local cluster of two nodes: what one costs, and what several workers gain.
+"""Rollouts on Ray workers of a local cluster with two nodes: the overhead per rollout, and the speed-up.
 
-Needs Ray (pip install 'verifiers[ray]'). CPU time is that of this process and of the workers together, less Ray's own.
+Needs Ray (pip install 'verifiers[ray]'). CPU time is that of this process and the workers together, without Ray's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Sleeping(vf.SingleTurnEnv):
 
 
 def spin(completion: Any, state: Any) -> float:
-    """Takes so much of a processor, however busy the machine is."""
+    """Uses a fixed amount of CPU time, independent of other load."""
     began, wall = time.thread_time(), time.perf_counter()
     while time.thread_time() - began < SPIN_S:
         pass
@@ -57,9 +57,9 @@ def timed(env: vf.Environment, **given: Any) -> tuple[float, float, Any]:
 
 
 def overhead(workers: Any) -> tuple[float, float]:
-    """Wall seconds of the same rollouts in one process and on workers, each the best of three."""
+    """Wall-clock seconds of the same rollouts in one process and on workers, each the best of three."""
     env = Sleeping(dataset=rows(ROLLOUTS), rubric=vf.Rubric([lambda completion: 1.0]))
-    timed(env, max_concurrent=AT_ONCE, workers=workers)  # the environment is made in the workers once
+    timed(env, max_concurrent=AT_ONCE, workers=workers)  # warm-up: the workers load the environment once
     alone = min(timed(env, max_concurrent=AT_ONCE)[:2] for _ in range(3))
     there = min(timed(env, max_concurrent=AT_ONCE, workers=workers)[:2] for _ in range(3))
     ideal_s = ROLLOUTS * SLEEP_S / AT_ONCE
@@ -73,7 +73,7 @@ def overhead(workers: Any) -> tuple[float, float]:
 
 
 def speed_up(address: str, count: int) -> float:
-    """How many workers were scoring on average: a figure that does not depend on who else uses the cores."""
+    """The average number of workers that were scoring, which does not depend on other load."""
     from verifiers.integrations.ray import RayWorkers
 
     env = vf.SingleTurnEnv(dataset=rows(SCORED), rubric=vf.Rubric([spin]))

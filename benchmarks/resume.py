@@ -1,4 +1,4 @@
-"""What the store costs: a record and an append; a run of 100,000 rollouts until it is ready to resume; a whole resume.
+"""Cost of the store: a record and an append, a run of 100,000 rollouts until it is ready to resume, a whole resume.
 
 python benchmarks/resume.py [-n ROLLOUTS] [--whole ROLLOUTS]
 """
@@ -23,7 +23,7 @@ from verifiers.types import State, Usage
 
 
 def state_of(example_id: int, *, fails: bool) -> State:
-    """A single-turn rollout whose line has about 2 kB."""
+    """A single-turn rollout with a line of about 2 kB."""
     return State(
         input={
             "prompt": [{"role": "system", "content": "Think. " * 40}, {"role": "user", "content": "What is it? " * 40}],
@@ -50,7 +50,7 @@ def measure(what: str, call: Callable[[], Any], rows: int = 0) -> Any:
 
 
 def measure_append(run: RunDir, n: int = 2_000, rounds: int = 10) -> None:
-    """Microseconds of CPU for each step that a finished rollout takes into the file; the best of some rounds."""
+    """CPU microseconds of each step from a finished rollout to the file; the best of some rounds."""
     state = state_of(0, fails=False)
     record = to_record(state, rollout=0)
     line = encode(record)
@@ -100,13 +100,13 @@ def main(n: int) -> None:
 
 
 def peak_mib() -> int:
-    """The most memory this process has held."""
+    """The peak memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM"))
 
 
 def evaluate(path: Path, n: int, words: int, *, resume: bool) -> None:
-    """One evaluation of ``n`` rows with replies of so many words; a resumed one prints what it took."""
+    """One evaluation of ``n`` rows with replies of ``words`` words; a resumed one prints its time and memory."""
     import verifiers as vf
 
     class Canned:
@@ -129,7 +129,7 @@ def evaluate(path: Path, n: int, words: int, *, resume: bool) -> None:
 
 
 def measure_whole(n: int) -> None:
-    """Resume in a process of its own, for short and for long replies: from the call to its results."""
+    """Resume in a separate process, for short and for long replies: from the call to the results."""
     for words in (100, 2000):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "run")

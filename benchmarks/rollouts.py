@@ -1,6 +1,6 @@
-"""CPU milliseconds a single-turn rollout (parser, two rewards, saved to disk), beside classic 0.1.14 and bare aiohttp.
+"""CPU milliseconds per single-turn rollout (parser, two rewards, saved to disk), vs. classic 0.1.14 and bare aiohttp.
 
-python benchmarks/rollouts.py                # sets the peer up in .bench/classic on first use
+python benchmarks/rollouts.py                # installs classic in .bench/classic on first use
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What isolation costs: a fresh call, a call to a process kept ready, the next cell, calls a second, memory, a kill.
+"""Cost of isolation: a fresh call, a call to a ready process, the next cell, calls per second, memory, a kill.
 
-And what it holds: the most that twelve forks have together, in a shell that they took the place of.
+And its memory limit: the peak memory of twelve forks together, after they replaced their shell.
 
-The contenders take turns, so that what else the machine does meets all of them alike.
+Calls of all contenders alternate, so that other load affects them equally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNTIL_READY_S = 1.5
 
 
 def commands() -> dict[str, list[str]]:
-    """The same code in a process of its own: plain, and inside bubblewrap where that is installed."""
+    """The same code in a separate process: plain, and inside bubblewrap if it is installed."""
     from verifiers.sandbox.sight import readable_folders
 
     plain = [sys.executable, "-I", "-S", "-c", f"print({CODE})"]
@@ -57,7 +57,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_s() -> float:
-    """CPU of this process, of all it started, and of all that these have waited for (bubblewrap waits for nothing)."""
+    """CPU time of this process, its descendants, and the processes they waited for (bubblewrap waits for none)."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + children.ru_utime + children.ru_stime
     for pid in descendants(os.getpid()):
@@ -68,7 +68,7 @@ def cpu_s() -> float:
 
 
 def compare(calls: dict[str, Callable[[], object]], times: int, pause_s: float) -> None:
-    """Call each in turn, many times; print the median, the best, and the ratio of medians to the bare process."""
+    """Call each alternately, many times; print the median, the best, and the ratio of medians to the bare process."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(times):
         for name, call in calls.items():
@@ -83,7 +83,7 @@ def compare(calls: dict[str, Callable[[], object]], times: int, pause_s: float) 
 
 
 def one_after_another(call: Callable[[], object], times: int, pause_s: float = 0.0) -> str:
-    """The median and the best of calls that follow at once, as in a loop, or after a pause."""
+    """The median and the best of consecutive calls, with or without a pause."""
     took = []
     for _ in range(times):
         if pause_s:
@@ -95,7 +95,7 @@ def one_after_another(call: Callable[[], object], times: int, pause_s: float = 0
 
 
 def first_cells(count: int, pause_s: float = 0.0) -> str:
-    """The first cells of processes that are ready, one after another; no other is made meanwhile."""
+    """The first cells of ready processes, one after another; no new process is started in between."""
     from verifiers.sandbox import Sandbox
 
     with Sandbox(warm=count) as sandbox:
@@ -107,17 +107,17 @@ def first_cells(count: int, pause_s: float = 0.0) -> str:
 
 
 def cpu_of(calls: dict[str, Callable[[], object]], times: int) -> None:
-    """CPU of one call of each."""
+    """Print the CPU time of one call of each."""
     for name, call in calls.items():
         before = cpu_s()
         for _ in range(times):
             call()
-        time.sleep(0.2)  # until the last one is buried
+        time.sleep(0.2)  # until the last process has been reaped
         print(f"{name:28} {(cpu_s() - before) / times * 1e3:7.2f} ms of CPU")
 
 
 def calls_per_second(call: Callable[[], object], clients: int, seconds: float) -> float:
-    """How many calls a few clients get done together."""
+    """Calls per second of several concurrent clients."""
     ends = time.perf_counter() + seconds
 
     def client(_: int) -> int:
@@ -134,7 +134,7 @@ def calls_per_second(call: Callable[[], object], clients: int, seconds: float) -
 
 
 def proportional_mb(pids: list[int]) -> float:
-    """Memory of processes, what they share counted once among them."""
+    """The proportional memory (PSS) of processes, in which shared pages count once."""
     total = 0
     for pid in pids:
         with suppress(OSError):  # it has just ended
@@ -144,12 +144,12 @@ def proportional_mb(pids: list[int]) -> float:
 
 
 def memory_of_sessions(count: int) -> float:
-    """MiB of one process that is ready and waiting for its first cell."""
+    """MiB of one ready process that waits for its first cell."""
     from verifiers.sandbox import Sandbox
 
     with Sandbox(warm=0) as sandbox, sandbox.session() as first:
         first.run("1")
-        time.sleep(0.5)  # until the sessions of others have ended
+        time.sleep(0.5)  # until earlier sessions have ended
         before = descendants(os.getpid())
         before_mb = proportional_mb(before)
         sandbox.warm = count
@@ -161,7 +161,7 @@ def memory_of_sessions(count: int) -> float:
 
 
 def kill_to_dead(times: int) -> str:
-    """From the kill of a session that is busy until the kernel says that it is gone."""
+    """The time from killing a busy session until its process is gone."""
     from verifiers.sandbox import Sandbox
 
     took = []
@@ -181,7 +181,7 @@ def kill_to_dead(times: int) -> str:
 
 
 def most_of_twelve_forks(times: int) -> str:
-    """The most memory that twelve forks of 60 MiB had together where 128 MiB are allowed; their shell is gone."""
+    """The peak memory of twelve forks of 60 MiB together, with a limit of 128 MiB, after their shell has ended."""
     from verifiers.sandbox import Sandbox
 
     fill = "x = bytearray(60 << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\n"

@@ -1,4 +1,4 @@
-"""What thousands of rollouts at once cost: loop lag, memory of a waiting one, and whether the price stays flat.
+"""Cost of thousands of concurrent rollouts: event loop lag, memory per waiting rollout, and CPU time by number.
 
 python benchmarks/scale.py [lag|memory|replies|resume|curve]
 """
@@ -63,7 +63,7 @@ def worker_memory(url: str, n: int) -> str:
 
     async def main():
         await env.evaluate(client=vf.HTTPClient(os.environ["QUICK"]), model="canned", num_examples=200, use_tqdm=False)
-        rows = list(env.dataset)  # the messages themselves are not the runner's cost
+        rows = list(env.dataset)  # the memory of the messages is not the runner's
         gc.collect()
         before = rss_bytes()
         run = asyncio.create_task(env.evaluate(client=client, model="canned", max_concurrent=n, use_tqdm=False))
@@ -81,7 +81,7 @@ def worker_memory(url: str, n: int) -> str:
 
 
 def worker_replies(_: str, n: int) -> str:
-    """Large replies of a saved run: as text, and as something else in what the endpoint says."""
+    """Memory of large replies in a saved run: as text, and in other fields of the endpoint's response."""
     import verifiers as vf
 
     class Wordy:
@@ -112,7 +112,7 @@ def worker_replies(_: str, n: int) -> str:
 
 
 def in_flight(client) -> int:
-    """Requests that have been sent and not answered, as this process's open sockets to the server."""
+    """The number of unanswered requests, counted as this process's open sockets to the server."""
     port = client.base_url.rstrip("/").split(":")[-1].split("/")[0]
     target = f"0100007F:{int(port):04X}"
     with open("/proc/self/net/tcp") as file:
@@ -135,7 +135,7 @@ def worker_curve(url: str, n: int, concurrency: int) -> str:
 
 
 def worker_resume(url: str, n: int) -> str:
-    """From the call to the first request of a run of which all but a hundredth is done; no server takes part."""
+    """The time from the call to the first request, for a run that is 99% done; without a server."""
     import verifiers as vf
 
     asked_at: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""What `Rubric.score_rollouts` costs beyond calling the reward function in a bare loop, over 100,000 rollouts.
+"""Overhead of `Rubric.score_rollouts` over calling the reward function in a bare loop, with 100,000 rollouts.
 
 python benchmarks/scoring.py [-n 100000] [--rounds 5]
 """
@@ -21,7 +21,7 @@ PARSER = vf.XMLParser(["reasoning", "answer"])
 
 
 def correct(completion: Any, answer: str) -> float:
-    """A plain reward: find the answer in the reply, and compare."""
+    """A plain reward: find the answer in the reply and compare it."""
     return 1.0 if PARSER.parse_answer(completion) == answer else 0.0
 
 

@@ -1,7 +1,7 @@
-"""`vf simulate` against real processes: seconds of a step, predicted and measured, with 1, 2 and 4 samplers.
+"""`vf simulate` compared with real processes: predicted and measured seconds per step, with 1, 2 and 4 samplers.
 
-Samplers are processes that sleep as long as decoding would take (so that the cores of this machine do not matter),
-behind HTTP; rollouts are played by the library, and the trainer sleeps. What the simulator is told of a sampler is
+Samplers are HTTP servers in separate processes that sleep as long as decoding would take, so that the cores of this
+machine do not matter. The library runs the rollouts, and the trainer sleeps. The simulator's settings for a sampler are
 measured on one of them.
 """
 
@@ -26,7 +26,7 @@ from verifiers.clients.protocol import Request
 from verifiers.clients.replicas import ReplicaClient
 from verifiers.trainers.distributed.simulation import Setup, simulate
 
-ALONE, FULL, SLOTS = 40.0, 240.0, 12  # tokens a second of one sequence, of all together, and sequences at once
+ALONE, FULL, SLOTS = 40.0, 240.0, 12  # tokens per second of one sequence and of all together; concurrent sequences
 TICK_S = 0.1
 STEPS = 4
 SETUP = Setup(
@@ -51,7 +51,7 @@ SETUP = Setup(
 
 
 class Sampler:
-    """Replies after as long as a replica of the simulator would take; ``pause 0.3`` stops it for so long."""
+    """Replies after the time that a replica of the simulator would take; ``pause 0.3`` stops it for 0.3 s."""
 
     def __init__(self) -> None:
         self.live = 0
@@ -107,7 +107,7 @@ def drawn(draw: random.Random, mean: float, sigma: float) -> float:
 
 
 class Tools(vf.MultiTurnEnv):
-    """Waits between two turns, as tools do, and says how long the next reply is to be."""
+    """Waits between two turns, like a tool, and sets the length of the next reply."""
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
         draw = random.Random(f"{state['info']['seed']}/{len(messages)}")
@@ -120,7 +120,7 @@ def reply_of(draw: random.Random) -> str:
 
 
 class Pipeline:
-    """Begins rollouts as far ahead as staleness allows, learns (sleeps) from the first that are ready, and so on."""
+    """Starts rollouts as far ahead as staleness allows, and trains (sleeps) on the first that are ready, repeatedly."""
 
     def __init__(self, setup: Setup, clients: list[HTTPClient]) -> None:
         self.setup, self.clients = setup, clients
@@ -128,7 +128,7 @@ class Pipeline:
         self.env = Tools(dataset=[{"question": "q"}], max_turns=setup.turns)
         self.numbers = itertools.count()
         self.under_way: dict[asyncio.Task[Any], int] = {}
-        self.ready: list[int] = []  # the versions that they began with
+        self.ready: list[int] = []  # the weight versions that finished rollouts began with
         self.version = self.begun = 0
 
     def begin(self) -> None:
@@ -157,7 +157,7 @@ class Pipeline:
         self.version += 1
 
     async def run(self) -> float:
-        """Seconds of a step, once the pipeline is full."""
+        """Seconds per step once the pipeline is full."""
         for _ in range(1 + self.setup.max_staleness):
             await self.step()
         began = time.perf_counter()
@@ -177,7 +177,7 @@ async def ask(client: HTTPClient, text: str) -> float:
 
 
 def measure_one() -> tuple[float, float]:
-    """Tokens a second of one sampler: of one sequence alone, and of as many as it has slots."""
+    """Tokens per second of one sampler: with one sequence, and with all its slots."""
 
     async def main(client: HTTPClient) -> tuple[float, float]:
         await ask(client, "tokens 1")
@@ -198,7 +198,7 @@ class Row:
 
 
 def compare(processes: int) -> list[Row]:
-    """Predicted and measured seconds of a step, synchronous and with a staleness of 1."""
+    """Predicted and measured seconds per step, synchronous and with a staleness of 1."""
     alone, full = measure_one()
     rows = []
     for staleness in (0, 1):

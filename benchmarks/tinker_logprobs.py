@@ -1,7 +1,7 @@
-"""What `vf tinker-serve` pays for samples with the logprobs of training: its share of a sample-and-train round.
+"""Cost of rescoring samples with training's logprobs in `vf tinker-serve`, as a share of a sample-and-train round.
 
-python benchmarks/tinker_logprobs.py     # SmolLM2-135M with LoRA, prompts of 16 and of 200 tokens: CPU time, or on a
-                                         # card wall-clock time with more prompts and its shape with random weights
+python benchmarks/tinker_logprobs.py     # SmolLM2-135M with LoRA, prompts of 16 and of 200 tokens: CPU time; on a GPU
+                                         # wall-clock time, with more prompts and random weights of the same shape
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
         encoded = [service.ready.codec.encode(f"{text} " * (1 + length // 5), special=False) for text in QUESTIONS]
         prompts = [[i + 3, *one[: length - 1]] for i, one in zip(range(n_prompts), encoded * n_prompts, strict=False)]
         for _ in range(2 if on_card else 1):
-            train(sample(prompts))  # to warm up
+            train(sample(prompts))  # warm-up
         sequences, sampling = _timed(lambda prompts=prompts: sample(prompts), clock)
         _, training = _timed(lambda sequences=sequences: train(sequences), clock)
         replies = [Reply(ids[:length], ids[length:]) for ids in sequences]

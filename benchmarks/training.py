@@ -1,9 +1,9 @@
-"""Seconds a training step of ours and of TRL's GRPO trainer: the same model, prompts, group size, lengths and steps.
+"""Seconds per training step of our and TRL's GRPO trainer: the same model, prompts, group size, lengths and steps.
 
-python benchmarks/training.py                  # a tiny model on the CPU; SmolLM2's shape where there is a card
-python benchmarks/training.py --only ours      # without TRL (pip install trl for it)
-python benchmarks/training.py --learn          # instead, the reward of both after the same number of samples
-python benchmarks/training.py --host           # instead, CPU of the trainer's thread a rollout, with next to no model
+python benchmarks/training.py                  # a tiny model on the CPU; SmolLM2's shape on a GPU
+python benchmarks/training.py --only ours      # without TRL (which needs: pip install trl)
+python benchmarks/training.py --learn          # instead: the reward of both after the same number of samples
+python benchmarks/training.py --host           # instead: CPU per rollout of the trainer's thread, with a minimal model
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = {  # hidden, feed-forward, layers, heads, key/value heads, width of a h
 
 
 def make(shape: str, device: str) -> tuple[Any, Any]:
-    """A model with random weights, and a tokenizer that has a word for each of its tokens."""
+    """A model with random weights, and a tokenizer with one word per token."""
     hidden, feed_forward, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[shape]
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, vocabulary)}}
     backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -73,12 +73,12 @@ def prompts_of(n: int, words: int, vocabulary: int) -> list[str]:
 
 
 def coin(text: str) -> float:
-    """A reward that differs from reply to reply and costs nothing: every group has something to learn from."""
+    """A cheap pseudo-random reward, so that rewards differ within every group."""
     return hashlib.blake2b(text.encode(), digest_size=1).digest()[0] / 255
 
 
 def evenness(text: str) -> float:
-    """A reward that can be learned: the share of words with an even number."""
+    """A learnable reward: the share of words with an even number."""
     words = text.split()
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
 
@@ -87,7 +87,7 @@ REWARDS: dict[str, Callable[[str], float]] = {"coin": coin, "evenness": evenness
 
 
 def same_settings(case: dict[str, Any]) -> dict[str, Any]:
-    """What both trainers know by the same name."""
+    """Settings with the same name in both trainers."""
     return {
         "gradient_accumulation_steps": case["rollouts"] // case["micro"],
         "max_steps": case["steps"],
@@ -106,7 +106,7 @@ def ours(
     trainer_class: type[vf.GRPOTrainer] = vf.GRPOTrainer,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], list[float]]:
-    """Seconds and mean reward of each step."""
+    """The seconds and the mean reward of each step."""
     model, tokenizer = make(case["shape"], device)
 
     def reward(completion: str) -> float:
@@ -185,7 +185,7 @@ ROUNDS = {"cpu": 5, "cuda": 1}
 
 
 def shown(whose: str, seconds: list[float]) -> float:
-    """The median of a step's seconds when a third of them have warmed up."""
+    """The median seconds per step, without the first third as warm-up."""
     median = statistics.median(seconds[len(seconds) // 3 :])
     print(f"   {whose} {median:.3f} s a step; each: {', '.join(f'{one:.3f}' for one in seconds)}", flush=True)
     return median
@@ -210,16 +210,16 @@ CASES = {
 }
 
 
-LEARN: dict[str, dict[str, Any]] = {  # settings that the two have in common; a small model learns this on a card too
+LEARN: dict[str, dict[str, Any]] = {  # settings common to both; a small model learns this on a GPU too
     "cpu": {"steps": 60, "rate": 1e-3},
     "cuda": {"steps": 25, "rate": 2e-3},
 }
 LEARNER = {"shape": "tiny", "rollouts": 64, "micro": 64, "group": 8, "words": 16, "new": 32, "reward": "evenness"}
-LAST = 5  # steps at the end of a training, whose rewards are averaged
+LAST = 5  # final steps whose rewards are averaged
 
 
 def compare_rewards(device: str, seeds: int) -> None:
-    """The reward that both reach with the same settings and as many samples."""
+    """The reward of both with the same settings and number of samples."""
     case = {**LEARNER, **LEARN[device]}
     print(f"{case['steps']} steps of {case['rollouts']} rollouts, {case['new']} new tokens, {seeds} seeds", flush=True)
     reached: dict[str, list[float]] = {"ours": [], "TRL": []}
@@ -237,7 +237,7 @@ HOST = {"shape": "least", "rollouts": 1024, "micro": 1024, "group": 16, "words":
 
 
 def clocked(learned: list[float]) -> type[vf.GRPOTrainer]:
-    """A trainer that notes the CPU seconds of each `train_step`."""
+    """A trainer that records the CPU seconds of each `train_step`."""
 
     class Clocked(vf.GRPOTrainer):
         def train_step(self, batch: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def clocked(learned: list[float]) -> type[vf.GRPOTrainer]:
 
 
 def host_time() -> None:
-    """CPU of the thread that makes rollouts and learns; the engine's steps are made by a thread of their own."""
+    """CPU time of the thread that runs rollouts and trains; the engine's steps run in their own thread."""
     learned: list[float] = []
     case = {**HOST, "reward": "coin", "rate": 1e-6, "seed": 0}
     steps, _ = ours(case, "cpu", clocked(learned), time.thread_time)
@@ -286,7 +286,7 @@ def main() -> None:
         what += ", LoRA" if case.get("lora") else ""
         print(what, flush=True)
         mine, theirs = [], []
-        for _ in range(ROUNDS[device]):  # in turn: other programs come and go
+        for _ in range(ROUNDS[device]):  # alternating, because other load varies
             if args.only != "trl":
                 mine.append(shown("ours", ours(case, device)[0]))
             if args.only != "ours" and has_trl:

@@ -1,4 +1,4 @@
-"""What `vf view` costs over a run of 100,000 rollouts: until the first page is there, each further one, and memory."""
+"""Cost of `vf view` on a run of 100,000 rollouts: time to the first page, time per further page, and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verifiers.types import State, Usage
 
 
 def state_of(number: int, repeats: int) -> State:
-    """A rollout whose line has about 2 kB."""
+    """A rollout with a line of about 2 kB."""
     example = number // repeats
     reward = float(number * 7919 % 10 < 6)
     return State(
@@ -55,7 +55,7 @@ def make_run(folder: Path, n: int, repeats: int) -> RunDir:
 
 
 class Viewer:
-    """``vf view`` as a person starts it, asked what the page asks."""
+    """A ``vf view`` process, with the requests that its page makes."""
 
     def __init__(self, run: Path) -> None:
         command = [sys.executable, "-m", "verifiers", "view", str(run), "--no-open"]

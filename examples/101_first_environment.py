@@ -1,6 +1,6 @@
-"""101 · A first environment: rows, a parser, two rewards. A function plays the model.
+"""101 · A first environment: rows, a parser, two rewards. A function acts as the model.
 
-The task is counting letters. The player reads a doubled letter as one, which is how it fails.
+The task is to count letters. The player fails because it reads a doubled letter as one.
 
 python examples/101_first_environment.py
 """
@@ -18,7 +18,7 @@ parser = vf.XMLParser(["reasoning", "answer"])
 
 
 def rows() -> list[dict[str, Any]]:
-    """A question for each different letter of each word."""
+    """A question for each distinct letter of each word."""
     return [
         {
             "question": f"How many times does the letter {letter} occur in {word}?",

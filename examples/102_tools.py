@@ -1,6 +1,6 @@
-"""102 · Tools: the letter task again, with a function that the model may call.
+"""102 · Tools: the letter task again, with a function that the model can call.
 
-The first call of the player has a wrong argument. The environment tells it so, and the rollout goes on.
+The player's first call has a wrong argument. The environment replies with an error, and the rollout continues.
 
 python examples/102_tools.py
 """
@@ -51,7 +51,7 @@ def call(**arguments: Any) -> dict[str, Any]:
 
 
 def speller(messages: list[dict[str, Any]]) -> str | dict[str, Any]:
-    """A player that spells before it counts; it gets the argument's name wrong at first."""
+    """A player that spells before it counts; its first call has a wrong argument name."""
     letter, word = re.findall(r"letter (.) occur in (\w+)", messages[0]["content"])[0]
     said = messages[-1]
     if said["role"] == "user":

@@ -1,7 +1,7 @@
 """103 · Code that a model wrote: it runs in the sandbox, and the expected values never enter it.
 
-Five replies to one task: a right one, a half right one, one that never ends, one that leaves, and one that returns an
-object equal to everything.
+Five replies to one task: one that is right, one that is half right, one that never ends, one that exits, and one that
+returns an object equal to everything.
 
 python examples/103_sandboxed_code.py
 """
@@ -25,7 +25,7 @@ REPLIES = {
 
 
 async def passed(completion: vf.Messages) -> float:
-    """The share of cases with the right value; what the code returned is compared out here."""
+    """The share of cases with the right value; the returned values are compared outside the sandbox."""
     right = 0
     async with vf.Sandbox(timeout_s=3) as sandbox, sandbox.session() as session:
         await session.run(completion[-1]["content"])

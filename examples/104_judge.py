@@ -1,4 +1,4 @@
-"""104 · A judge: another model scores free text. Where the judge cannot be reached, the rollout is failed, not zero.
+"""104 · A judge: another model scores free text. If the judge is down, the rollout fails; it does not count as zero.
 
 python examples/104_judge.py
 """
@@ -29,7 +29,7 @@ Score from 0 to 10.
 
 
 def judge(messages: list[dict[str, str]]) -> str:
-    """Plays the judge: an explanation is long and names a consequence. One question it never sees: it is down."""
+    """Acts as the judge: a good explanation names a consequence. For one question the judge is down."""
     text = messages[-1]["content"]
     if "salty" in text:
         raise vf.ServerError("503: the judge is overloaded")
@@ -38,7 +38,7 @@ def judge(messages: list[dict[str, str]]) -> str:
 
 
 def brief(completion: vf.Messages) -> float:
-    """A plain reward beside the judge's: at most 20 words."""
+    """A plain reward in addition to the judge's: at most 20 words."""
     return float(len(completion[-1]["content"].split()) <= 20)
 
 

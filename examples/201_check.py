@@ -1,4 +1,4 @@
-"""201 · Checking an environment before anyone pays for a run: a reward with a hole, and the same without.
+"""201 · Checking an environment before paying for a run: a reward that can be hacked, and one that cannot.
 
 python examples/201_check.py
 """
@@ -13,7 +13,7 @@ ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range
 
 
 def mentioned(completion: vf.Messages, answer: str) -> float:
-    """The hole: a reply that lists every number there is earns everything."""
+    """Can be hacked: a reply that lists every number earns the full reward."""
     return float(answer in completion[-1]["content"])
 
 

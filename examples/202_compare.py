@@ -1,6 +1,7 @@
-"""202 · Comparing two models: on the same questions, question by question.
+"""202 · Comparing two models on the same questions, question by question.
 
-The questions differ far more than the models do. Two separate intervals overlap; the paired difference does not hold 0.
+The questions differ far more than the models do. The two separate intervals overlap, but the interval of the paired
+difference excludes 0.
 
 python examples/202_compare.py
 """
@@ -27,7 +28,7 @@ def environment() -> vf.Environment:
 
 
 def player(name: str, skill: float) -> Callable[[list[dict[str, str]]], str]:
-    """A model that finds the same questions hard as the other one, and is better by its skill."""
+    """A model for which the same questions are hard as for the other, but better by its ``skill``."""
     draws: dict[str, random.Random] = {}
 
     def reply(messages: list[dict[str, str]]) -> str:

@@ -1,7 +1,7 @@
-"""301 · A first training: GRPO on a transformer made on the spot, with a reward that grades every attempt.
+"""301 · A first training: GRPO on a new tiny transformer, with a reward that gives partial credit.
 
-The model knows nothing: its weights are random. The task is to answer consonants with three vowels; each vowel earns
-a third, so that even the first replies differ in reward, and differences are all that a group learns from.
+The model has random weights. The task is to answer consonants with three vowels. Each vowel earns a third, so even the
+first replies differ in reward, and GRPO only learns from differences within a group.
 
 python examples/301_train.py
 """
@@ -19,7 +19,7 @@ VOWELS, CONSONANTS = "aeiou", "bcdfghjklm"
 
 
 def vowels(completion: vf.Messages) -> float:
-    """A third for each vowel of a reply of up to three letters; nothing for longer ones."""
+    """A third for each vowel in a reply of up to three letters; 0 for longer replies."""
     reply = completion[-1]["content"]
     return sum(letter in VOWELS for letter in reply) / 3 if len(reply) <= 3 else 0.0
 
@@ -34,8 +34,8 @@ def main(folder: Path | None = None, *, steps: int = 40) -> Any:
     folder = folder or Path(tempfile.mkdtemp())
     model, tokenizer = vf.tiny_model(VOWELS + CONSONANTS, hidden_size=32, layers=1)
     config = vf.GRPOConfig(
-        batch_size=128,  # rollouts a step
-        group_size=8,  # of each prompt
+        batch_size=128,  # rollouts per step
+        group_size=8,  # rollouts per prompt
         max_new_tokens=4,
         learning_rate=1e-2,
         max_steps=steps,

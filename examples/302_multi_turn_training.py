@@ -1,7 +1,7 @@
-"""302 · Training over several turns: a guessing game, in which the environment says “more” or “less”.
+"""302 · Training over several turns: a guessing game in which the environment says “more” or “less”.
 
-The secret is one of seven digits and there are three turns. A player that does not listen finds it in three games of
-seven at most; one that halves finds it always. What the environment says is read by the model, and never trained on.
+The secret is one of seven digits, and there are three turns. A player that ignores the hints finds it in at most three
+of seven games; binary search always finds it. The environment's messages are in the context but never trained on.
 
 python examples/302_multi_turn_training.py
 """
@@ -42,7 +42,7 @@ def found(state: vf.State) -> float:
 
 
 def sensible(state: vf.State) -> float:
-    """The share of guesses that could still be right: a partial reward, which tells first attempts apart."""
+    """The share of guesses that could still be right: a partial reward, in which even first attempts differ."""
     return state["sensible"] / state["guesses"]
 
 
@@ -53,7 +53,7 @@ def environment(weights: tuple[float, float] = (1.0, 0.5)) -> vf.Environment:
 
 
 def make_trainer(env: vf.Environment, folder: Path, *, seed: int = 1, **settings: Any) -> Any:
-    """A trainer over a new model; settings are those of `vf.GRPOConfig`."""
+    """A trainer for a new model; ``settings`` are those of `vf.GRPOConfig`."""
     texts = ["guess", "more", "less", "digit", "yes", SECRETS]
     model, tokenizer = vf.tiny_model(texts=texts, hidden_size=64, layers=2, seed=seed)
     chosen = {
@@ -61,7 +61,7 @@ def make_trainer(env: vf.Environment, folder: Path, *, seed: int = 1, **settings
         "group_size": 32,
         "max_new_tokens": 2,  # a digit, and the end of the turn
         "learning_rate": 1e-3,
-        "temperature": 1.2,  # groups differ for longer than at 1.0
+        "temperature": 1.2,  # rewards within groups differ for longer than at 1.0
         "max_steps": 60,
         "eval_rollouts_per_example": 20,
         **settings,

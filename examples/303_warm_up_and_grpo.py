@@ -1,8 +1,7 @@
-"""303 · Warm-up and GRPO in practice: a transformer made on the spot learns to write text backwards.
+"""303 · Warm-up and GRPO in practice: a new tiny transformer learns to reverse text.
 
-It is warmed up by supervised fine-tuning, which ends early, when about one reply in five is right. From there on
-nothing tells the model what the right reply would have been, only which of its own replies were right. What it can do
-is measured on texts it has never seen.
+Supervised fine-tuning warms it up until about one reply in five is right. From then on the model is not shown right
+replies; it only learns which of its own replies were right. It is evaluated on held-out texts.
 
 python examples/303_warm_up_and_grpo.py [--seed 0]
 """
@@ -19,13 +18,13 @@ import verifiers as vf
 
 ROOT = Path(__file__).resolve().parents[1]
 LETTERS, LENGTH = "abcdefghijkl", 4
-ROWS, PASSES = 6_000, 2  # texts to train on; passes over each batch, as many updates
-ENOUGH = 2.2  # nats by which a right reply surprises at the end of the warm-up: about one in five is then right
+ROWS, PASSES = 6_000, 2  # training texts; passes over each batch, with one update each
+ENOUGH = 2.2  # the loss per reply, in nats, that ends the warm-up: about one reply in five is then right
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What came of it: the report, held-out texts before and after, and what it cost."""
+    """The results: the reports, the evaluations on held-out texts before and after, and the time."""
 
     warm_up: Any
     report: Any
@@ -49,7 +48,7 @@ def mean(values: list[float]) -> float:
 
 
 def environment(seed: int = 0) -> vf.Environment:
-    """Strings of a few letters to be reversed; a reply counts only if every letter is right."""
+    """Strings of a few letters to reverse; a reply counts only if every letter is right."""
     env = vf.load_environment(
         "reverse-text",
         environments_dir=ROOT / "environments",
@@ -72,7 +71,7 @@ def stop_early(trainer: vf.SFTTrainer, figures: dict[str, Any]) -> None:
 
 
 def learn(folder: Path, *, steps: int = 24, seed: int = 0, show_progress: bool = False) -> Learned:
-    """Make a model, warm it up, train it; two run directories are left in the folder."""
+    """Create a model, warm it up and train it; writes two run directories into the folder."""
     began, cpu = time.perf_counter(), time.process_time()
     env = environment(seed)
     model, tokenizer = vf.tiny_model(texts=env.dataset[:1000], hidden_size=64, layers=2, seed=seed)

@@ -1,9 +1,9 @@
-"""`make demo`: a bundled environment with a fake model behind a flaky server, then with a real one; then a training.
+"""`make demo`: a bundled environment with a fake model behind a flaky server, then with a real model; then a training.
 
-The fake model is a function that is often right, sometimes careless and now and then forgets the format. It is served
-over HTTP by the package's fake server, which fails every fifth request on purpose: nothing of that reaches the scores.
-The real one is SmolLM2-135M-Instruct, in this process, without a network. What is trained is a transformer made on the
-spot (see 303_warm_up_and_grpo.py).
+The fake model is a function that is often right, sometimes wrong, and occasionally forgets the format. The package's
+fake server serves it over HTTP and fails every fifth request on purpose, which does not affect the scores. The real
+model is SmolLM2-135M-Instruct, in this process, without a network. A tiny new transformer is trained (see
+303_warm_up_and_grpo.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import verifiers as vf
 
 
 def careless_student(messages: list[dict[str, str]]) -> str:
-    """Right more often the easier the question; the same question may be answered differently each time."""
+    """Right more often on easier questions; may answer the same question differently each time."""
     question = messages[-1]["content"]
     numbers = [int(number) for number in re.findall(r"\d+", question)]
     value = numbers[0]
@@ -32,7 +32,7 @@ def careless_student(messages: list[dict[str, str]]) -> str:
 
 
 def show(results: vf.Results, n: int) -> None:
-    """A few questions with what was said to them."""
+    """Print a few questions with their replies."""
     questions = [prompt[-1:] for prompt in results["prompts"]]
     vf.print_prompt_completions_sample(questions, results["completions"], results["rewards"], num_samples=n)
 
@@ -89,6 +89,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt as stop:  # what was saved is kept; a traceback says nothing more
+    except KeyboardInterrupt as stop:  # saved results are kept, and a traceback would not help
         print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
         sys.exit(130)

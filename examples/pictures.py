@@ -1,4 +1,4 @@
-"""The pictures of the examples' pages: each example is run, and what it returned becomes docs/images/<its name>.svg.
+"""Makes the images of the examples' pages: runs each example and draws its result as docs/images/<its name>.svg.
 
 python -m examples.pictures [101 202 …]
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LABEL, LINE = 760, 230, 30
 REWARD = ("step", "reward", "reward_low", "reward_high")
 
-# Colours that read on white and on black; the reader's setting decides which.
+# Colours for light and dark mode; the reader's setting decides.
 STYLE = """
   .back { fill: #ffffff }
   .text { fill: #1f2933; font: 13px system-ui, sans-serif }

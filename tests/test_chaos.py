@@ -170,7 +170,7 @@ def test_a_server_that_never_answers_meets_the_deadline() -> None:
     assert time.monotonic() - began < 15
     check_order(results, 50)
     assert kinds_of(results) == {"DeadlineError"}
-    assert "no whole reply within 0.3 s" in str(results.failed[0]["error"])
+    assert "no complete reply within 0.3 s" in str(results.failed[0]["error"])
 
 
 def test_some_replies_that_never_come_cost_only_their_own_rollouts() -> None:

@@ -1,4 +1,4 @@
-"""Names to be kept in alphabetical order while new ones keep coming: one list a turn, at three levels of difficulty."""
+"""Sort names alphabetically while each turn adds new ones; three levels of difficulty."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FIRST, LAST = FIRST_NAMES.split(), LAST_NAMES.split()
 
 SYSTEM_PROMPT = "Answer every message with the whole sorted list, one name a line, between <sorted> and </sorted>."
 SIMILARITY_POWER = 4
-"""A list in nearly the right order is worth little: half of the names in their places 1/16."""
+"""Makes a nearly sorted list worth little: with half of the names in place, 1/16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How many names come first, how many with each turn after that, and whether they are sorted by the last name."""
+    """The number of names in the first turn and in each later turn, and whether they are sorted by last name."""
 
     first: tuple[int, int]
     more: tuple[int, int]
@@ -47,10 +47,10 @@ def sort_key(name: str, by_last: bool) -> tuple[str, str]:
 
 
 def make_row(draw: random.Random, difficulty: str, min_turns: int, max_turns: int) -> vf.Row:
-    """One game: the lists of each turn in ``info``, the whole sorted list in ``answer``."""
+    """One game: the names of each turn in ``info``, the final sorted list in ``answer``."""
     level = LEVELS[difficulty]
     sizes = [draw.randint(*(level.more if i else level.first)) for i in range(draw.randint(min_turns, max_turns))]
-    # No first name and no last name twice in a game: there is one right order, whatever a model breaks ties by.
+    # No first name and no last name occurs twice in a game, so there are no ties and only one right order.
     firsts, lasts = draw.sample(FIRST, sum(sizes)), draw.sample(LAST, sum(sizes))
     names = [f"{first} {last}" for first, last in zip(firsts, lasts, strict=True)]
     lists = [names[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
@@ -70,7 +70,7 @@ def make_rows(n: int, difficulty: str, min_turns: int, max_turns: int, seed: int
 
 
 def common_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """The length of the longest common subsequence; ``a`` has no item twice.
+    """The length of the longest common subsequence; the items of ``a`` must be distinct.
 
     >>> common_length(["Ada", "Ben", "Ida"], ["Ben", "Ada", "Ida"])
     2
@@ -85,7 +85,7 @@ def common_length(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def score_turn(said: str | None, right: Sequence[str]) -> float:
-    """1 for the right list; else how much of it is in order, to the fourth power."""
+    """1 for the right list, else the share that is in order, to the fourth power."""
     lines = [line.strip() for line in (said or "").splitlines() if line.strip()]
     if not lines:
         return 0.0
@@ -93,14 +93,14 @@ def score_turn(said: str | None, right: Sequence[str]) -> float:
 
 
 def right_lists(info: vf.Info) -> list[list[str]]:
-    """The sorted list that each turn asks for."""
+    """The right sorted list of each turn."""
     lists, by_last = info["lists"], info["by_last"]
     names_so_far = [[name for names in lists[: i + 1] for name in names] for i in range(len(lists))]
     return [sorted(names, key=lambda name: sort_key(name, by_last)) for names in names_so_far]
 
 
 def turn_scores(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> list[float]:
-    """A score for each turn of the game; turns that were never played have 0."""
+    """A score for each turn of the game; 0 for turns that were not played."""
     replies = parser.get_assistant_messages(completion)
     right = right_lists(info)
     scores = [score_turn(parser.parse_answer([reply]), gold) for reply, gold in zip(replies, right, strict=False)]
@@ -108,7 +108,7 @@ def turn_scores(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> li
 
 
 def in_order(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> float:
-    """The mean over all turns."""
+    """The mean score over all turns."""
     scores = turn_scores(parser, completion, info)
     return sum(scores) / len(scores)
 
@@ -119,13 +119,13 @@ def all_right(parser: vf.Parser, completion: vf.Messages, info: vf.Info) -> bool
 
 
 def solve(messages: vf.Messages, row: vf.Row) -> str:
-    """What a perfect model says next."""
+    """The next reply of a perfect model."""
     turn = sum(message["role"] == "assistant" for message in messages)
     return "<sorted>\n" + "\n".join(right_lists(row["info"])[turn]) + "\n</sorted>"
 
 
 class AlphabetSortEnv(vf.MultiTurnEnv):
-    """Hands out the next names after each reply, until the row has no more."""
+    """Gives the next names after each reply, until the row has no more."""
 
     def env_response(self, messages: vf.Messages, state: vf.State) -> str:
         more = state["info"]["lists"][len(state["trajectory"])]
@@ -147,7 +147,7 @@ def load_environment(
 ) -> vf.MultiTurnEnv:
     """Sorting over ``min_turns`` to ``max_turns`` turns at ``difficulty`` easy, medium, hard or mixed."""
     if difficulty not in (*LEVELS, "mixed"):
-        raise ValueError(f"difficulty is one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
+        raise ValueError(f"difficulty must be one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
     if not 1 <= min_turns <= max_turns:
         raise ValueError(f"min_turns must be from 1 to max_turns, got min_turns={min_turns}, max_turns={max_turns}")
     level = LEVELS["hard" if difficulty == "mixed" else difficulty]

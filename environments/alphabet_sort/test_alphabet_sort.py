@@ -1,4 +1,4 @@
-"""The alphabet-sort environment: the turns it asks for, and what whole, partial and unsorted lists are worth."""
+"""The alphabet-sort environment: its turns, and the scores of complete, partial and unsorted lists."""
 
 from __future__ import annotations
 

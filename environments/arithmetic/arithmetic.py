@@ -1,4 +1,4 @@
-"""Whole-number arithmetic, made on the spot: as many questions as you want, at three levels of difficulty."""
+"""Generated integer arithmetic: any number of questions, at three levels of difficulty."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def make_row(draw: random.Random, difficulty: str) -> dict[str, str]:
-    """One question with its answer; operations are carried out from left to right, and written with brackets."""
+    """One question with its answer. Operations are evaluated from left to right, and written with parentheses."""
     count, largest, signs = LEVELS[difficulty]
     value = draw.randint(0, largest)
     text = str(value)
@@ -41,7 +41,7 @@ def make_row(draw: random.Random, difficulty: str) -> dict[str, str]:
 
 
 def is_for_eval(row: dict[str, str]) -> bool:
-    """Which of the two data sets a question may be in is decided by its text, so that none is in both."""
+    """Is this question for evaluation or for training? Its text decides, so no question is in both data sets."""
     return zlib.crc32(row["question"].encode()) % EVERY_NTH_IS_EVAL == 0
 
 
@@ -62,9 +62,9 @@ def load_environment(
     use_tags: bool = True,
     system_prompt: str | None = None,
 ) -> vf.SingleTurnEnv:
-    """Arithmetic at ``difficulty`` easy, medium, hard or mixed; no question is both to train and to evaluate on."""
+    """Arithmetic at ``difficulty`` easy, medium, hard or mixed; no question is both for training and for evaluation."""
     if difficulty not in (*LEVELS, "mixed"):
-        raise ValueError(f"difficulty is one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
+        raise ValueError(f"difficulty must be one of {', '.join(LEVELS)} or mixed, got {difficulty!r}")
     parser = vf.XMLParser(["reasoning", "answer"]) if use_tags else vf.Parser(extract_fn=str.strip)
 
     def correct(completion: vf.Messages, answer: str) -> bool:

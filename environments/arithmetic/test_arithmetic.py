@@ -1,4 +1,4 @@
-"""The arithmetic environment: its answers are right, its seeds repeat, its rows never leak into each other."""
+"""The arithmetic environment: right answers, reproducible seeds, and no overlap between training and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capitals of well-known countries: facts that a large model has and a very small one has in part."""
+"""Capitals of well-known countries: a large model knows them, a very small one knows some."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _NAMED = re.compile(rf"\b(?:{'|'.join(map(re.escape, NAMES))})\b")
 
 
 def cities_in(text: str) -> set[str]:
-    """The capitals that a text names, each by one spelling."""
+    """The capitals that a text mentions, in a canonical spelling."""
     return {OTHER_SPELLINGS.get(name, name) for name in _NAMED.findall(text.lower())}
 
 
@@ -82,7 +82,7 @@ def first_sentence(text: str) -> str:
 
 
 def load_environment(seed: int = 0) -> vf.SingleTurnEnv:
-    """The capitals of some sixty countries: half of them to train on, the other half to evaluate on."""
+    """The capitals of about sixty countries: half for training, half for evaluation."""
     countries = list(CAPITALS)
     random.Random(seed).shuffle(countries)
     rows = [{"question": f"What is the capital of {name}?", "answer": CAPITALS[name]} for name in countries]

@@ -1,4 +1,4 @@
-"""Capitals: only the right city is paid for, a list of all of them is not, and no country is in both data sets."""
+"""Capitals: only the right city is rewarded, a list of all cities is not, and no country is in both data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small functions to write in Python, judged by calling them in the sandbox; what is right stays outside of it."""
+"""Write small Python functions, which are called in the sandbox; the expected values stay outside of it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def name(arguments):
 TOOL_PROMPT = " You may try your code with the python tool first; the last block of your final reply counts."
 EVERY_NTH_IS_HELD_OUT = 5
 TESTS_PER_TASK = 8
-REPEATS = 0.02  # how readily a task is taken a second time, so that any number of rows can be made
+REPEATS = 0.02  # the chance to accept a duplicate task, so that any number of rows can be generated
 
 Inputs = list[Any]
 Task = tuple[str, str, Callable[..., Any], Callable[[random.Random], Inputs]]
 
 
-# --- tasks: a name, what is asked for, how it is done, and inputs to try it on ------------------------------------
+# --- tasks: name, description, solution, and a generator of inputs ------------------------------------------------
 
 
 def numbers(draw: random.Random, low: int = -50, high: int = 50, most: int = 12) -> list[int]:
@@ -198,12 +198,12 @@ MAKERS = [sum_of_multiples, rotate, shift_letters, in_base, recurrence, some_wor
 
 
 def is_held_out(question: str) -> bool:
-    """Is a task to evaluate on, or to train on? Decided by its text, so that none can be in both data sets."""
+    """Is a task for evaluation or for training? Its text decides, so no task is in both data sets."""
     return zlib.crc32(question.encode()) % EVERY_NTH_IS_HELD_OUT == 0
 
 
 def make_rows(n: int, seed: int, *, held_out: bool) -> list[dict[str, Any]]:
-    """``n`` tasks with their tests; the same seed gives the same ones."""
+    """``n`` tasks with their tests; the same seed gives the same tasks."""
     draw = random.Random(f"code-python {seed} {held_out}")
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -218,11 +218,11 @@ def make_rows(n: int, seed: int, *, held_out: bool) -> list[dict[str, Any]]:
     return rows
 
 
-# --- judging ------------------------------------------------------------------------------------------------------
+# --- scoring ------------------------------------------------------------------------------------------------------
 
 
 def code_in(completion: vf.Messages) -> str:
-    """The last fenced block of the last reply; a reply without one is taken as code."""
+    """The last fenced block of the last reply; a reply without one counts as code."""
     text = vf.Parser().parse_answer(completion) or ""
     blocks = text.split("```")[1::2]
     if not blocks:
@@ -232,12 +232,12 @@ def code_in(completion: vf.Messages) -> str:
 
 
 def is_same(given: Any, expected: Any) -> bool:
-    """Is it the same JSON? True is not 1 here, and a list in another order is another list."""
+    """Are the values the same JSON? So True is not 1, and the order of lists matters."""
     return json.dumps(given, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
 class CodeRubric(vf.Rubric):
-    """Runs the code, calls the function with each test's arguments, and compares what comes out, out here."""
+    """Runs the code, calls the function with each test's arguments, and compares the results outside the sandbox."""
 
     def __init__(self, timeout_s: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -253,18 +253,18 @@ class CodeRubric(vf.Rubric):
         return {key: value for key, value in super().__getstate__().items() if key != "sandbox"}
 
     async def all_passed(self, completion: vf.Messages, info: dict[str, Any], state: vf.State) -> bool:
-        """Did the function give the right value for every test?"""
+        """Did the function return the right value in every test?"""
         return await self.share_passed(completion, info, state) == 1.0
 
     async def share_passed(self, completion: vf.Messages, info: dict[str, Any], state: vf.State) -> float:
-        """The share of tests that it gave the right value for; the code is run once for both figures."""
+        """The share of tests with the right value. The code is run once for both functions."""
         if "share_passed" not in state:
             passed = await self.judge(code_in(completion), info["function"], info["tests"])
             state["share_passed"] = passed / len(info["tests"])
         return float(state["share_passed"])
 
     async def judge(self, code: str, function: str, tests: list[dict[str, Any]]) -> int:
-        """How many tests pass. A call that takes too long, or ends the process, is the last: the rest is wrong."""
+        """The number of tests that pass. A call that times out or ends the process is the last; the rest fail."""
         passed = 0
         async with self.sandbox.session() as session:
             if not (await session.run(code)).is_ok:
@@ -280,7 +280,7 @@ class CodeRubric(vf.Rubric):
 
 
 def solve(messages: vf.Messages, row: dict[str, Any]) -> str:
-    """A reply that passes, for checking the environment: a table of what is expected, in the form that is asked for."""
+    """A reply that passes, for checking the environment: a lookup table of the expected values, in the right form."""
     info = row["info"]
     table = {json.dumps(test["args"]): test["expected"] for test in info["tests"]}
     name = info["function"]
@@ -296,11 +296,11 @@ def load_environment(
     max_turns: int = 5,
     seed: int = 0,
 ) -> vf.Environment:
-    """Functions to be written; the reward is 1 if every test passes, else 0."""
+    """Python functions to write; the reward is 1 if every test passes, else 0."""
     if dataset_path is not None:
         path = Path(dataset_path).expanduser()
         if not path.is_file():
-            raise FileNotFoundError(f"there is no file {str(path)!r}; dataset_path names a .jsonl file")
+            raise FileNotFoundError(f"there is no file {str(path)!r}; dataset_path must be a .jsonl file")
         rows: dict[str, Any] = {"dataset": path}
     else:
         rows = {

@@ -77,7 +77,7 @@ def test_tricks_gain_nothing(doubling, code):
     assert score(doubling, block(code))[0] == 0.0
 
 
-# What is asked for, and code for it that shares nothing with the environment's own.
+# A pattern of each task, and a solution that is independent of the environment's own.
 SOLUTIONS = {
     r"rotated by (\d+) places to the left": "def rotate(a):\n    for _ in range({0}): a = a[1:] + a[:1]\n    return a",
     r"rotated by (\d+) places to the right": "def rotate(a):\n"

@@ -1,4 +1,4 @@
-"""Sums in many steps, made on the spot, with a second look: the model is asked again before its answer counts."""
+"""Generated sums of many steps; the model is asked to check its answer before it counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = {
 
 
 def make_row(draw: random.Random, num_steps: int) -> vf.Row:
-    """A number and what is done to it, one sentence a step."""
+    """A start value and the operations on it, one sentence per step."""
     value = draw.randint(2, 50)
     sentences = [f"Start with {value}."]
     for _ in range(num_steps):
@@ -36,13 +36,13 @@ def make_rows(n: int, num_steps: int, seed: int) -> list[vf.Row]:
 
 
 def hub_rows(dataset_name: str, start: int, stop: int, total: int, seed: int) -> Any:
-    """Rows ``start`` to ``stop`` of ``total`` random ones of a data set on the hub."""
+    """Rows ``start`` to ``stop`` of ``total`` random rows of a data set on the hub."""
     rows = vf.load_example_dataset(dataset_name, n=total, seed=seed)
     return rows.select(range(min(start, len(rows)), min(stop, len(rows))))
 
 
 def make_parser() -> vf.Parser:
-    """No box is no answer."""
+    """A parser for which a reply without a box has no answer."""
     return vf.MaybeThinkParser(extract_fn=functools.partial(vf.extract_boxed_answer, strict=True))
 
 
@@ -52,7 +52,7 @@ def plain_rubric() -> vf.MathRubric:
 
 
 async def first_answer(completion: vf.Messages, answer: str) -> float:
-    """Was the answer right before the second look?"""
+    """Was the first answer right, before the check?"""
     score = await plain_rubric().score_rollout("", completion[:1], answer, {})
     return float(score["reward"])
 
@@ -66,12 +66,12 @@ def load_environment(
     seed: int = 0,
     system_prompt: str | None = None,
 ) -> vf.DoubleCheckEnv:
-    """Sums of ``num_steps`` steps, or an example data set of the hub; ``checks`` are the questions asked afterwards."""
+    """Sums of ``num_steps`` steps, or an example data set of the hub; ``checks`` are the follow-up questions."""
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     if min(num_train_examples, num_eval_examples) < 1:
         raise ValueError(
-            f"num_train_examples={num_train_examples} and num_eval_examples={num_eval_examples} start at 1"
+            f"num_train_examples={num_train_examples} and num_eval_examples={num_eval_examples} must be at least 1"
         )
     if dataset_name == "steps":
         train: Any = make_rows(num_train_examples, num_steps, seed)

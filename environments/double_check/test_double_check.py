@@ -17,7 +17,7 @@ def load(**kwargs):
 
 
 def value(question: str) -> int:
-    """Worked out from the sentences, by other code than the environment's."""
+    """The answer computed from the sentences, independently of the environment's code."""
     result = 0
     for sentence in question.split(". "):
         n = int(re.findall(r"\d+", sentence)[0]) if re.search(r"\d", sentence) else None
@@ -85,7 +85,7 @@ def test_other_checks_and_other_seeds():
     [
         ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
         ({"checks": ""}, "checks is a message to the model"),
-        ({"num_eval_examples": 0}, "num_eval_examples=0 start at 1"),
+        ({"num_eval_examples": 0}, "num_eval_examples=0 must be at least 1"),
     ],
 )
 def test_nonsense_is_refused_with_its_value(arguments, message):

@@ -1,4 +1,4 @@
-"""Grade-school mathematics in words: from the hub, or from a folder with train.jsonl and test.jsonl."""
+"""Grade-school word problems: from the hub, or from a folder with train.jsonl and test.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THINK_PROMPT = (
 
 
 def read_split(path: Path) -> list[dict[str, str]]:
-    """The rows of one file: the answer is what follows ``####`` in the worked solution."""
+    """The rows of one file; the answer is the text after ``####`` in the worked solution."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -27,7 +27,7 @@ def read_split(path: Path) -> list[dict[str, str]]:
             row = json.loads(line)
             question, solution = row["question"], row["answer"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number} is no JSON object with question and answer: {error}") from error
+            raise ValueError(f"{path}:{number} is not a JSON object with question and answer: {error}") from error
         if "####" not in solution:
             raise ValueError(f"{path}:{number}: the answer has no '####' before its final number")
         rows.append({"question": question, "answer": vf.extract_hash_answer(solution)})
@@ -35,27 +35,27 @@ def read_split(path: Path) -> list[dict[str, str]]:
 
 
 def read_rows(split: str, folder: Path | None, n: int) -> Any:
-    """The first ``n`` rows of a split, all of them with -1: of the folder, or of the hub."""
+    """The first ``n`` rows of a split (-1: all), from the folder or from the hub."""
     if folder is not None:
         rows = read_split(folder / f"{split}.jsonl")
         return rows if n < 0 else rows[:n]
     try:
         found = vf.load_example_dataset("gsm8k", split=split)
     except OSError as error:
-        advice = "name a folder with train.jsonl and test.jsonl as dataset_path, or in GSM8K_PATH"
-        raise OSError(f"the hub gave no gsm8k; without it, {advice}: {error}") from error
+        advice = "set dataset_path or GSM8K_PATH to a folder with train.jsonl and test.jsonl"
+        raise OSError(f"gsm8k could not be loaded from the hub; without it, {advice}: {error}") from error
     return found if n < 0 else found.select(range(min(n, len(found))))
 
 
 def find_folder(dataset_path: str | None) -> Path | None:
-    """The folder that was named, here or in ``GSM8K_PATH``; None for the hub."""
+    """The folder in ``dataset_path`` or ``GSM8K_PATH``; None for the hub."""
     given = dataset_path or os.environ.get("GSM8K_PATH")
     if not given:
         return None
     folder = Path(given).expanduser()
     for split in ("train", "test"):
         if not (folder / f"{split}.jsonl").is_file():
-            raise FileNotFoundError(f"{folder} has no {split}.jsonl; it must hold train.jsonl and test.jsonl")
+            raise FileNotFoundError(f"{folder} has no {split}.jsonl; it must contain train.jsonl and test.jsonl")
     return folder
 
 
@@ -73,7 +73,7 @@ def load_environment(
 ) -> vf.SingleTurnEnv:
     """GSM8K; the reward is 1 if the number in the last ``\\boxed{}`` equals the right one, else 0."""
     folder = find_folder(dataset_path)
-    in_box = functools.partial(vf.extract_boxed_answer, strict=True)  # no box is no answer
+    in_box = functools.partial(vf.extract_boxed_answer, strict=True)  # a reply without a box has no answer
     parser = vf.ThinkParser(extract_fn=in_box) if use_think else vf.MaybeThinkParser(extract_fn=in_box)
     return vf.SingleTurnEnv(
         dataset=functools.partial(read_rows, "train", folder, num_train_examples),

@@ -1,4 +1,4 @@
-"""Mathematics with a Python tool: problems from the hub, from a file, or made on the spot."""
+"""Mathematics with a Python tool: problems from the hub, from a file, or generated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import verifiers as vf
 SYSTEM_PROMPT = "Use python for all calculations. Give the final answer, and nothing else, inside \\boxed{}."
 GENERATED = "generated"
 EVERY_NTH_IS_HELD_OUT = 5
-# The data set that belongs to one to train on, and is not part of it.
+# training data set → its separate evaluation data set
 EVALUATED_ON = {"math": "math500", "gsm8k": "gsm8k"}
 
 
-# --- problems made on the spot ------------------------------------------------------------------------------------
+# --- generated problems -------------------------------------------------------------------------------------------
 
 
 def primes_below(n: int) -> list[int]:
@@ -84,12 +84,12 @@ MAKERS: list[Callable[[random.Random], tuple[str, int]]] = [
 
 
 def is_held_out(question: str) -> bool:
-    """Is a problem to evaluate on, or to train on? Decided by its text, so that none can be in both data sets."""
+    """Is a problem for evaluation or for training? Its text decides, so no problem is in both data sets."""
     return zlib.crc32(question.encode()) % EVERY_NTH_IS_HELD_OUT == 0
 
 
 def make_rows(n: int, seed: int, *, held_out: bool) -> list[dict[str, str]]:
-    """``n`` problems; the same seed gives the same ones."""
+    """``n`` problems; the same seed gives the same problems."""
     draw = random.Random(f"math-python {seed} {held_out}")
     rows: list[dict[str, str]] = []
     while len(rows) < n:
@@ -103,23 +103,23 @@ def make_rows(n: int, seed: int, *, held_out: bool) -> list[dict[str, str]]:
 
 
 def read_hub(name: str, split: str | None, n: int) -> Any:
-    """The first ``n`` rows of a data set on the hub, all of them with -1."""
+    """The first ``n`` rows of a data set on the hub (-1: all)."""
     try:
         found = vf.load_example_dataset(name, split=split)
     except OSError as error:
         advice = f"dataset_name={GENERATED!r} needs no network, dataset_path= reads a .jsonl file"
-        raise OSError(f"the hub gave no {name!r}; without it, {advice}: {error}") from error
+        raise OSError(f"{name!r} could not be loaded from the hub; without it, {advice}: {error}") from error
     return found if n < 0 else found.select(range(min(n, len(found))))
 
 
 def sources(
     dataset_name: str, dataset_split: str, dataset_path: str | None, n_train: int, n_eval: int, seed: int
 ) -> tuple[Any, Any]:
-    """Where the rows to train on and to evaluate on come from; they are read, or made, when they are first needed."""
+    """The sources of the training and evaluation rows, which are read or generated on first use."""
     if dataset_path is not None:
         path = Path(dataset_path).expanduser()
         if not path.is_file():
-            raise FileNotFoundError(f"there is no file {str(path)!r}; dataset_path names a .jsonl file")
+            raise FileNotFoundError(f"there is no file {str(path)!r}; dataset_path must be a .jsonl file")
         return path, None
     if dataset_name == GENERATED:
         sizes = 1_000 if n_train < 0 else n_train, 200 if n_eval < 0 else n_eval

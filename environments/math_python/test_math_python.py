@@ -1,4 +1,4 @@
-"""The math-python environment, on problems made on the spot and on a file."""
+"""The math-python environment, on generated problems and on a file."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def test_rows_may_come_from_a_file(tmp_path):
     env = load(dataset_path=str(path))
     results = env.evaluate(vf.FakeClient("\\boxed{0.75}"), "fake", use_tqdm=False)
     assert results["rewards"] == [1.0]
-    with pytest.raises(FileNotFoundError, match="dataset_path names a"):
+    with pytest.raises(FileNotFoundError, match="dataset_path must be a"):
         load(dataset_path=str(tmp_path / "nothing.jsonl"))

@@ -1,4 +1,4 @@
-"""Puzzles of Reasoning Gym, one kind or a mixture, with its own scorers as the reward."""
+"""Puzzles of Reasoning Gym, one kind or a mixture, scored by its own scorers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THINK_PROMPT = (
     "in <answer> tags."
 )
 
-# Puzzles of several kinds that small models get right now and then, and whose right answer is one short text.
+# Several kinds of puzzles that small models sometimes solve, and whose right answer is one short text.
 MIXTURE = (
     "basic_arithmetic",
     "gcd",
@@ -24,7 +24,7 @@ MIXTURE = (
 
 
 def after_thoughts(text: str) -> str | None:
-    """The answer in tags, of what follows the thoughts."""
+    """The answer in tags, in the text after the thoughts."""
     return vf.XMLParser(["answer"]).parse_answer(text)
 
 
@@ -40,7 +40,7 @@ def load_environment(
 ) -> vf.ReasoningGymEnv:
     """Puzzles of ``gym``: a data set's name, or a list of names or of ``{"name", "weight", "config"}``."""
     if min(num_train_examples, num_eval_examples) < 0:
-        raise ValueError(f"num_train_examples={num_train_examples}, num_eval_examples={num_eval_examples}: not below 0")
+        raise ValueError(f"{num_train_examples=}, {num_eval_examples=} must be 0 or more")
     given: dict[str, Any] = {"parser": vf.ThinkParser(extract_fn=after_thoughts)} if use_think else {}
     if system_prompt or use_think:
         given["system_prompt"] = system_prompt or THINK_PROMPT

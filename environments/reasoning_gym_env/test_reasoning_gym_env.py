@@ -1,4 +1,4 @@
-"""The reasoning-gym-env environment: its mixture, a data set of choice, thoughts, and arguments that make no sense."""
+"""The reasoning-gym-env environment: its mixture, a chosen data set, thoughts, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_puzzles():
     ("arguments", "message"),
     [
         ({"gym": "gdc"}, "no data set 'gdc'; did you mean"),
-        ({"num_eval_examples": -1}, "num_eval_examples=-1: not below 0"),
+        ({"num_eval_examples": -1}, "num_eval_examples=-1 must be 0 or more"),
         ({"config": {"size": 3}, "gym": "gcd"}, "size of 'gcd' follow from the environment's arguments"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Text to write backwards, made on the spot: sentences for large models, a few letters for very small ones."""
+"""Reverse generated text: sentences for large models, a few letters for very small ones."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ MAX_REDRAWS = 100
 
 
 def make_sentence(draw: random.Random, n_words: int) -> str:
-    """So many words that follow one another as in English: “the quiet fox finds a lantern near every …”."""
+    """``n_words`` words in an English word order: “the quiet fox finds a lantern near every …”."""
     return " ".join(draw.choice(WORDS[ORDER[i % len(ORDER)]]) for i in range(n_words))
 
 
 def is_eval_text(text: str) -> bool:
-    """Which of the two data sets a text may be in: decided by the text, so that none can be in both."""
+    """Is this text for evaluation or for training? The text itself decides, so none is in both data sets."""
     return zlib.crc32(text.encode()) % EVERY_NTH_IS_EVAL == 0
 
 
 def make_rows(
     n: int, words: tuple[int, int], length: int | None, alphabet: str, seed: int, *, is_eval: bool
 ) -> list[vf.Row]:
-    """``n`` rows; where there are too few texts to tell the two data sets apart, one may be in both after all."""
+    """``n`` rows. If there are too few different texts, a text may be in both data sets."""
     draw = random.Random(f"reverse-text {seed} {is_eval}")
     rows = []
     for _ in range(n):
@@ -58,7 +58,7 @@ def make_rows(
 
 
 def common_length(a: str, b: str) -> int:
-    """The length of the longest common subsequence, by one addition of long integers for each character of ``b``.
+    """The length of the longest common subsequence, with one addition of big integers per character of ``b``.
 
     >>> common_length("reversal", "reveal")
     6
@@ -75,7 +75,7 @@ def common_length(a: str, b: str) -> int:
 
 
 def similarity(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
-    """Twice the longest common subsequence over both lengths: 1 for the reversed text, 0 for nothing in common."""
+    """Twice the longest common subsequence over the sum of lengths: 1 if equal, 0 for nothing in common."""
     said = (parser.parse_answer(completion) or "").strip()
     if not said or len(said) > MAX_TIMES_LONGER * len(answer):
         return 0.0
@@ -98,13 +98,13 @@ def load_environment(
     seed: int = 0,
     system_prompt: str | None = None,
 ) -> vf.SingleTurnEnv:
-    """Sentences of ``min_words`` to ``max_words`` words, or strings of ``length`` letters, to be written backwards."""
+    """Sentences of ``min_words`` to ``max_words`` words, or strings of ``length`` letters, to reverse."""
     if not 1 <= min_words <= max_words:
         raise ValueError(f"min_words must be from 1 to max_words, got min_words={min_words}, max_words={max_words}")
     if length is not None and length < 1:
-        raise ValueError(f"length is the number of letters of a string, at least 1, got {length}")
+        raise ValueError(f"length, the number of letters of a string, must be at least 1, got {length}")
     if not alphabet or any(character.isspace() or character in "<>" for character in alphabet):
-        raise ValueError(f"alphabet is one or more letters, without spaces, '<' and '>', got {alphabet!r}")
+        raise ValueError(f"alphabet must be one or more letters, without spaces, '<' and '>', got {alphabet!r}")
     if min(num_examples, num_eval_examples) < 0:
         raise ValueError(f"num_examples={num_examples} and num_eval_examples={num_eval_examples} must not be negative")
     if system_prompt is None:

@@ -1,4 +1,4 @@
-"""The reverse-text environment: gold scores 1, the closer the more, and no reply is too hostile to be scored."""
+"""The reverse-text environment: the right reply scores 1, closer replies score more, and hostile replies are scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open questions with no right answer: replies are graded by a judge, which by default is the model itself."""
+"""Open questions without a right answer; a judge grades the replies, by default the model itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import verifiers as vf
 
 SYSTEM_PROMPT = "Answer the question. Be correct, clear and brief."
 
-# The reply stands between tags that it cannot close, and is spoken of as something to grade, never to obey.
+# The reply is between tags that it cannot close, and the prompt says to grade it and not to obey it.
 TEMPLATE = """Grade the reply to a question, as strictly as you would grade a stranger's.
 
 <question>
@@ -72,26 +72,26 @@ def all_questions() -> list[str]:
 
 
 def split(questions: list[str], *, is_eval: bool) -> list[str]:
-    """Which of the two data sets a question is in is decided by its text, so that none is in both."""
+    """The questions for evaluation or for training. Their text decides, so no question is in both data sets."""
     return [q for q in questions if (zlib.crc32(q.encode()) % EVERY_NTH_IS_EVAL == 0) == is_eval]
 
 
 def read_questions(path: Path) -> list[str]:
-    """The ``question`` of each line of a file of JSON lines."""
+    """The ``question`` of each line of a JSON-lines file."""
     questions = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
                 questions.append(str(json.loads(line)["question"]))
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number} is no JSON object with a question: {error}") from error
+                raise ValueError(f"{path}:{number} is not a JSON object with a question: {error}") from error
     return questions
 
 
 def make_rows(questions: list[str], n: int, seed: int) -> list[vf.Row]:
-    """``n`` rows in an order of the seed; a question comes again only when all have been used."""
+    """``n`` rows in random order; a question repeats only after all have been used."""
     if not questions:
-        raise ValueError("there are no questions; dataset_path needs at least a handful for each data set")
+        raise ValueError("there are no questions; dataset_path needs enough for both data sets")
     draw = random.Random(seed)
     picks: list[str] = []
     while len(picks) < n:
@@ -101,19 +101,19 @@ def make_rows(questions: list[str], n: int, seed: int) -> list[vf.Row]:
 
 @dataclass(frozen=True, slots=True)
 class Itself:
-    """A client that asks whoever played the rollout that is being graded; ``model`` is another model to ask there."""
+    """A client that uses the client of the rollout being graded; ``model`` overrides the rollout's model."""
 
     model: str | None = None
 
     async def complete(self, request: vf.Request) -> vf.Completion:
         client, model = player.get()
         if client is None:
-            raise ValueError("this rollout does not know who played it any more: name judge_model and judge_base_url")
+            raise ValueError("this rollout no longer has its client: set judge_model and judge_base_url")
         return await vf.as_client(client).complete(replace(request, model=self.model or model))
 
 
 class SelfJudge(vf.JudgeRubric):
-    """Grades from 0 to 1; nothing, the question itself and what is far too long score 0 unread."""
+    """Grades from 0 to 1. An empty reply, the question itself, and far too long replies get 0 without the judge."""
 
     def __init__(self, max_chars: int, **kwargs: Any) -> None:
         super().__init__(template=TEMPLATE, **kwargs)
@@ -145,7 +145,7 @@ def load_environment(
 ) -> vf.SingleTurnEnv:
     """Open questions, graded from 0 to 1 by the model itself, or by ``judge_model`` at ``judge_base_url``."""
     if judge_base_url is not None and judge_model is None:
-        raise ValueError(f"judge_base_url={judge_base_url!r} needs a judge_model: which model there is to grade?")
+        raise ValueError(f"judge_base_url={judge_base_url!r} needs a judge_model, the model that grades")
     if max_chars < 1:
         raise ValueError(f"max_chars must be at least 1, got {max_chars}")
     client: Any = Itself(judge_model)

@@ -1,4 +1,4 @@
-"""The self-reward environment: who grades, what is graded unread, and what a reply can do to its judge."""
+"""The self-reward environment: who grades, which replies are not sent to the judge, and prompt injection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_grading(request: vf.Request) -> bool:
 
 
 class Model:
-    """Replies to questions with one text, and as a judge gives 9 to what has “because” in it, else 2."""
+    """Replies to questions with a fixed text, and as a judge gives 9 to replies with “because”, else 2."""
 
     def __init__(self, reply: str) -> None:
         self.reply = reply
@@ -97,7 +97,7 @@ def test_questions_of_ones_own(tmp_path):
     assert len(env.dataset) == 1000
     assert not set(env.dataset["question"]) & set(env.eval_dataset["question"])
     path.write_text('{"query": 1}\n')
-    with pytest.raises(ValueError, match=r"questions\.jsonl:1 is no JSON object with a question"):
+    with pytest.raises(ValueError, match=r"questions\.jsonl:1 is not a JSON object with a question"):
         load(dataset_path=str(path))
     path.write_text("")
     with pytest.raises(ValueError, match="there are no questions"):

@@ -1,4 +1,4 @@
-"""The textarena-env environment: games alone, against oneself and against others, and arguments that make no sense."""
+"""The textarena-env environment: games alone, against the model itself and against others, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_games():
     ("arguments", "message"),
     [
         ({"game": "Sudoku"}, "TextArena has no game 'Sudoku'; did you mean Sudoku-v0"),
-        ({"opponent": "gpt-5"}, "another opponent is a model and where it is: got opponent='gpt-5'"),
+        ({"opponent": "gpt-5"}, "another opponent needs both a model and a URL: got opponent='gpt-5'"),
         ({"max_moves": 0}, "max_moves=0 must be at least 1"),
     ],
 )

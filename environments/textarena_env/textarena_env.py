@@ -1,4 +1,4 @@
-"""Games of TextArena: one for a single player, or one for several with opponents of your choice."""
+"""Games of TextArena, for a single player or against opponents of your choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THINK_PROMPT = (
 
 
 def read_move(text: str) -> str:
-    """The move in tags; nothing where there are none, which no game takes for a move.
+    """The move in tags; without tags an empty text, which is not a move in any game.
 
     >>> read_move("So <move>[up]</move>"), read_move("[up]")
     ('[up]', '')
@@ -25,7 +25,7 @@ def read_move(text: str) -> str:
 
 
 def solve(messages: vf.Messages, row: vf.Row) -> str:
-    """What a perfect player of Frozen Lake says next: the first step of the shortest way over the last board."""
+    """The next reply of a perfect player of Frozen Lake: the first step of the shortest path on the last board."""
     _, _, board = messages[-1]["content"].rpartition("Current Board:")
     lines = [line.strip("|").split("|") for line in board.splitlines() if line.startswith("|")]
     cells = {(r, c): cell.strip() for r, line in enumerate(lines) for c, cell in enumerate(line)}
@@ -57,10 +57,10 @@ def load_environment(
     seed: int = 0,
     system_prompt: str | None = None,
 ) -> vf.TextArenaEnv:
-    """``game`` of TextArena; other players are the model itself, or the model ``opponent`` at ``opponent_base_url``."""
+    """``game`` of TextArena. Other players are the model itself, or the model ``opponent`` at ``opponent_base_url``."""
     if (opponent_base_url is not None) != (opponent != "self"):
         raise ValueError(
-            f"another opponent is a model and where it is: got opponent={opponent!r}, "
+            f"another opponent needs both a model and a URL: got opponent={opponent!r}, "
             f"opponent_base_url={opponent_base_url!r}"
         )
     others: dict[str, Any] = {}

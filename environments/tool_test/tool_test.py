@@ -1,4 +1,4 @@
-"""Can a model call tools as it is told? Each row asks for certain calls, and counts whether they were made."""
+"""Can a model call tools as instructed? Each row requests certain calls, and the reward checks them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TOOLS = [paint, wait, pour, light, say]
 
 
 def make_call(draw: random.Random, name: str) -> tuple[str, dict[str, Any]]:
-    """A wish in words, and the arguments that fulfil it."""
+    """An instruction in words, and the arguments of the right call."""
     if name == "paint":
         colour = draw.choice(["red", "green", "blue"])
         return f"paint the wall {colour}", {"colour": colour}
@@ -89,7 +89,7 @@ def make_row(draw: random.Random, most: int) -> dict[str, Any]:
 
 
 def is_held_out(question: str) -> bool:
-    """Is a row to evaluate on, or to train on? Decided by its text, so that none can be in both data sets."""
+    """Is a row for evaluation or for training? Its text decides, so no row is in both data sets."""
     return zlib.crc32(question.encode()) % EVERY_NTH_IS_HELD_OUT == 0
 
 
@@ -104,7 +104,7 @@ def make_rows(n: int, most: int, seed: int, *, held_out: bool) -> list[dict[str,
 
 
 def key(name: str, arguments: Any) -> str:
-    """One call as text, so that 2 and 2.0, which JSON does not tell apart, are one."""
+    """One call as text; 2 and 2.0 give the same text, because JSON has one type of number."""
     numbers = (
         {k: float(v) if type(v) is int else v for k, v in arguments.items()} if isinstance(arguments, dict) else {}
     )
@@ -112,31 +112,31 @@ def key(name: str, arguments: Any) -> str:
 
 
 def calls_made(completion: vf.Messages) -> Counter[str]:
-    """The calls of the first reply; what cannot be read is a call of nothing."""
+    """The calls of the first reply; a call that cannot be parsed counts as ``unreadable``."""
     made: Counter[str] = Counter()
     for message in completion[:1]:
         for call in message.get("tool_calls") or () if isinstance(message, dict) else ():
             function = call.get("function") or {}
             try:
                 made[key(function.get("name"), json.loads(function.get("arguments") or "{}"))] += 1
-            except (ValueError, TypeError, RecursionError, OverflowError):  # deep nests, numbers of a thousand digits
+            except (ValueError, TypeError, RecursionError, OverflowError):  # deep nesting, numbers of a thousand digits
                 made["unreadable"] += 1
     return made
 
 
 def all_right(completion: vf.Messages, info: dict[str, Any]) -> bool:
-    """Were exactly the wanted calls made?"""
+    """Were exactly the requested calls made?"""
     return calls_made(completion) == Counter(key(call["name"], call["arguments"]) for call in info["wanted"])
 
 
 def share_made(completion: vf.Messages, info: dict[str, Any]) -> float:
-    """The share of the wanted calls that was made."""
+    """The share of the requested calls that were made."""
     wanted = Counter(key(call["name"], call["arguments"]) for call in info["wanted"])
     return (wanted & calls_made(completion)).total() / wanted.total()
 
 
 def solve(messages: vf.Messages, row: dict[str, Any]) -> dict[str, Any]:
-    """What a perfect model says next: the wanted calls, then a word."""
+    """The next reply of a perfect model: the requested calls, then a word."""
     if messages[-1]["role"] == "tool":
         return {"role": "assistant", "content": "Done."}
     calls = [
@@ -149,7 +149,7 @@ def solve(messages: vf.Messages, row: dict[str, Any]) -> dict[str, Any]:
 def load_environment(
     num_train_examples: int = 1000, num_eval_examples: int = 100, max_calls: int = 3, max_turns: int = 2, seed: int = 0
 ) -> vf.ToolEnv:
-    """Wishes to be fulfilled by tool calls; the reward is 1 if the first reply makes exactly those, else 0."""
+    """Instructions to make tool calls; the reward is 1 if the first reply makes exactly these, else 0."""
     if max_calls < 1:
         raise ValueError(f"max_calls must be at least 1, got {max_calls!r}")
     return vf.ToolEnv(

@@ -1,4 +1,4 @@
-"""The wordle environment: the marks, the rules about guesses, and games from the first reply to the last word."""
+"""The wordle environment: the marks, the rules about guesses, and whole games."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wordle by its full rules, with a word list of its own: six guesses, and a mark for every letter of each."""
+"""Wordle with its full rules and its own word list: six guesses, and a mark for each letter of a guess."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY_NTH_IS_EVAL = 5
 
 
 def marks(secret: str, guess: str) -> str:
-    """One mark a letter; a letter guessed more often than it is in the secret is marked only so many times.
+    """One mark per letter; a letter is marked at most as often as it occurs in the secret.
 
     >>> marks("level", "eager"), marks("crane", "crane"), marks("abide", "madam")
     ('Y--G-', 'GGGGG', '-YY--')
@@ -42,7 +42,7 @@ def marks(secret: str, guess: str) -> str:
 
 
 def breaks_hard_rule(guess: str, before: str, seen: str) -> str | None:
-    """What a guess makes no use of, of the marks that another one was given; None if all is used."""
+    """The hint from an earlier guess's marks that a guess does not use; None if it uses all."""
     for i, mark in enumerate(seen):
         if mark == "G" and guess[i] != before[i]:
             return f"letter {i + 1} must be {before[i]!r}"
@@ -53,7 +53,7 @@ def breaks_hard_rule(guess: str, before: str, seen: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """How a game stands after some replies, and what is said to the last of them."""
+    """The state of a game after some replies, and the answer to the last one."""
 
     guesses: tuple[str, ...] = ()
     refused: int = 0
@@ -62,7 +62,7 @@ class Game:
 
 
 def play(secret: str, info: vf.Info, words: Sequence[str]) -> Game:
-    """The game that these words make: the same words give the same game."""
+    """Play a game with these guesses."""
     game = Game()
     for word in words:
         game = after(game, secret, info, word)
@@ -72,7 +72,7 @@ def play(secret: str, info: vf.Info, words: Sequence[str]) -> Game:
 
 
 def after(game: Game, secret: str, info: vf.Info, word: str) -> Game:
-    """The game one word later; a word that the rules refuse costs no guess, but there is a limit to that too."""
+    """The game after one more word. A word that the rules refuse costs no guess, but refusals are limited."""
     cause = why_refused(game, secret, info, word)
     if cause is not None:
         refused = game.refused + 1
@@ -109,7 +109,7 @@ def why_refused(game: Game, secret: str, info: vf.Info, word: str) -> str | None
 
 
 def read_guess(text: str) -> str:
-    """The word in the last ``<guess>`` tags of a reply, in small letters and without brackets; "" where there is none.
+    """The word in the last ``<guess>`` tags of a reply, in lower case and without brackets; "" if there is none.
 
     >>> read_guess("Then <guess> [CRANE] </guess>!")
     'crane'
@@ -131,20 +131,20 @@ def solved(parser: vf.Parser, completion: vf.Messages, answer: str, info: vf.Inf
 
 
 def speed(parser: vf.Parser, completion: vf.Messages, answer: str, info: vf.Info) -> float:
-    """1 for a word found by the first guess, less for each one more; 0 if it was not found."""
+    """1 for a word found by the first guess, less for each further guess; 0 if it was not found."""
     guesses = game_of(parser, completion, answer, info).guesses
     return 1 - (len(guesses) - 1) / info["max_guesses"] if answer in guesses else 0.0
 
 
 def closeness(parser: vf.Parser, completion: vf.Messages, answer: str, info: vf.Info) -> float:
-    """How right the last guess was: a letter in its place counts 1, one in another place a half, of five."""
+    """How close the last guess was: 1/5 for each letter in its place, 1/10 for each in another place."""
     guesses = game_of(parser, completion, answer, info).guesses
     given = marks(answer, guesses[-1]) if guesses else ""
     return (given.count("G") + 0.5 * given.count("Y")) / LENGTH
 
 
 def refused_guesses(parser: vf.Parser, completion: vf.Messages, answer: str, info: vf.Info) -> int:
-    """How many replies held no guess that the rules allow."""
+    """How many replies had no guess that the rules allow."""
     return game_of(parser, completion, answer, info).refused
 
 
@@ -157,12 +157,12 @@ class WordleEnv(vf.MultiTurnEnv):
 
 
 def is_eval_word(word: str) -> bool:
-    """Which of the two data sets a word is in: decided by the word, so that none is in both."""
+    """Is this word for evaluation or for training? The word itself decides, so none is in both data sets."""
     return zlib.crc32(word.encode()) % EVERY_NTH_IS_EVAL == 0
 
 
 def make_rows(n: int, info: vf.Info, seed: int, *, is_eval: bool) -> list[vf.Row]:
-    """``n`` games; a word comes again only when all have been used."""
+    """``n`` games; a word repeats only after all have been used."""
     draw = random.Random(f"wordle {seed} {is_eval}")
     words = [word for word in SECRETS if is_eval_word(word) == is_eval]
     secrets: list[str] = []
@@ -196,7 +196,7 @@ def load_environment(
         system_prompt=system_prompt or prompt,
         parser=parser,
         rubric=vf.Rubric([solved, speed, closeness, refused_guesses], [0.7, 0.1, 0.2, 0.0], parser=parser),
-        max_turns=max_guesses + max_refused + 1,  # never reached: the game ends before, with a last word
+        max_turns=max_guesses + max_refused + 1,  # never reached, because the game ends before
     )
 
 
@@ -299,7 +299,7 @@ white whole whoop whose widen widow width wield wince winch windy wiser wispy wi
 woozy wordy world wormy worry worse worst worth would wound woven wrack wrath wreak wreck wrest wring wrist write wrong
 wrote wrung wryly yacht yearn yeast yield yodel yokel young yours youth yummy zebra zesty zippy zonal
 """
-# Words of four letters whose plural or third person may be guessed, and verbs whose past may be as well.
+# Words of four letters whose form with -s is a valid guess, and verbs whose forms with -s and -d are.
 TAKE_S = """
 acid aunt back ball band bank barn bath bead beam bean bear beat bell belt bend bill bird boat bolt bomb bond bone book
 boot bowl bulb bull cake call calm camp card cart case cave cell chef chin clam clan clap claw clay clip club clue coal

@@ -341,7 +341,7 @@ def test_an_endpoint_that_is_down_ends_the_run_with_3_and_the_command_to_go_on(r
     with vf.FakeServer("0", chaos=vf.Chaos(rate=1.0, kinds=("server_error",))) as server:
         args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-s", "--down-after", "0.5")
         result = run(*args, "--max-retries", "1000", code=3)
-    assert "refused everything for 0.5 s and is taken for down" in result.stdout
+    assert "has refused everything for 0.5 s and counts as down" in result.stdout
     assert "go on with: vf eval" in result.stdout
 
 
@@ -357,7 +357,7 @@ def test_how_many_bytes_of_a_reply_are_read_is_a_flag(run, toy):
     with vf.FakeServer("0" * 5000) as server:
         args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-n", "1", "-r", "1", "--json")
         found = figures(run(*args, "--max-reply-bytes", "1000", code=1))
-    assert "more than 1,000 bytes" in next(iter(found["causes"]))
+    assert "longer than max_reply_bytes=1,000" in next(iter(found["causes"]))
 
 
 def test_limits_may_stand_in_a_file_of_evaluations(run, toy, folder):

@@ -186,7 +186,7 @@ def test_tool_choices_are_translated(choice: Any, written: Any) -> None:
         (ask(sampling={"logprobs": True, "seed": 1}), "logprobs, seed"),
         (ask(sampling={"n": 2}), "argument n;"),
         (ask(sampling={"response_format": {"type": "json_object"}}), "json_object"),
-        (ask("2+2=", message_type="completion"), "takes a chat"),
+        (ask("2+2=", message_type="completion"), "only takes chats"),
         (ask([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]), "input_audio"),
     ],
 )

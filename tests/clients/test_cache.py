@@ -72,7 +72,7 @@ def test_samples_are_not_cached_unless_asked_for_and_it_says_so_once(
     client = CachedClient(FakeClient(["a", "b", "c"]), tmp_path / "cache.db")
     with caplog.at_level(logging.WARNING):
         assert [ask(client, SAMPLED).text, ask(client, replace(SAMPLED, sampling={})).text] == ["a", "b"]
-    assert caplog.text.count("are not cached") == 1
+    assert caplog.text.count("are only cached with") == 1
     seeded = replace(SAMPLED, sampling={"temperature": 0.7, "seed": 1})
     assert [ask(client, seeded).text for _ in range(2)] == ["c", "c"]
 

@@ -124,7 +124,7 @@ def test_a_registry_that_is_a_program_is_refused_with_its_line(
     tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"endpoints\.py:\d is more than a table .* execute=True"):
+    with pytest.raises(ValueError, match=r"endpoints\.py:\d is not a plain table .* execute=True"):
         load_endpoints(write(tmp_path / "endpoints.py", code))
     assert not (tmp_path / "ran").exists()
 
@@ -143,11 +143,11 @@ def entry(**fields: str) -> str:
     ("name", "text", "message"),
     [
         ("endpoints.toml", "[[endpoint", r"endpoints\.toml is not TOML"),
-        ("endpoints.toml", "[endpoints]\na = 1", r"unknown \['endpoints'\]; a registry has \[\[endpoint\]\]"),
+        ("endpoints.toml", "[endpoints]\na = 1", r"unknown \['endpoints'\]; a registry only has \[\[endpoint\]\]"),
         ("endpoints.toml", entry(endpoint_id=""), r"number 1 has no endpoint_id"),
         ("endpoints.toml", entry(model=""), r"'x' has no model"),
         ("endpoints.toml", entry(modle='"m"'), r"'x' has unknown \['modle'\]; it can have model, url"),
-        ("endpoints.toml", entry(type='"grpc"'), r"type 'grpc' is unknown"),
+        ("endpoints.toml", entry(type='"grpc"'), r"type must be .* not 'grpc'"),
         ("endpoints.toml", entry(url='"a.example"'), r"url must begin with http"),
         ("endpoints.toml", entry(url="3"), r"url must be a text"),
         ("endpoints.toml", entry(prices="{ input = 1 }"), r"unknown prices \['input'\]"),

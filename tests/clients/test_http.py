@@ -123,7 +123,7 @@ def test_numpy_prompts_and_numbers_are_sent_as_plain_json() -> None:
         (ask(sampling={"extra_headers": {"X-Bad": "a\r\nb"}}), "'X-Bad'"),
         (ask([{"role": "user", "content": object()}]), "JSON"),
         (ask("a string"), "list of messages"),
-        (ask([{"role": "user", "content": "x"}], message_type="completion"), "these are messages"),
+        (ask([{"role": "user", "content": "x"}], message_type="completion"), "not messages"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name_before_anything_is_sent(request_: Any, words: str) -> None:
@@ -191,7 +191,7 @@ LASTING = {
     "rate limit": ((429, b"slow down"), errors.RateLimitError, "429 Too Many Requests: slow down"),
     "server error": ((503, b"starting"), errors.ServerError, "503 Service Unavailable: starting"),
     "dropped": (drop, errors.ConnectionFailedError, "ServerDisconnectedError"),
-    "bad json": (b"<html>", errors.BadReplyError, "no completion: <html>"),
+    "bad json": (b"<html>", errors.BadReplyError, "not a completion: <html>"),
     "no choices": (EMPTY, errors.EmptyModelResponseError, "no choices"),
     "200 with an error": ({"error": "model crashed"}, errors.ServerError, "model crashed"),
 }
@@ -318,7 +318,7 @@ def test_a_reply_that_drips_in_meets_the_deadline_of_its_attempt(where: str) -> 
     began = time.monotonic()
     outcome, server, _ = run(complete(drip, request=request, **options))
     assert isinstance(outcome, errors.DeadlineError)
-    assert "no whole reply within 0.15 s" in str(outcome)
+    assert "no complete reply within 0.15 s" in str(outcome)
     assert len(server.seen) == 2  # once more, in case a replica hung; not nine times
     assert time.monotonic() - began < 2
 

@@ -263,7 +263,7 @@ def test_other_refusals_are_not_taken_for_length(text: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_a_text_that_was_paid_for_and_is_not_there_is_a_bad_reply_and_no_empty_answer(shape: Any) -> None:
-    with pytest.raises(BadReplyError, match="no content, though it took 2 tokens"):
+    with pytest.raises(BadReplyError, match="no content, although its usage counts 2 tokens"):
         read_response(shape(reply({"content": None})))
 
 
@@ -314,7 +314,7 @@ def test_a_content_that_is_neither_text_nor_parts_is_a_bad_reply(content: Any) -
 
 def test_a_plain_completion_whose_text_got_lost_is_a_bad_reply() -> None:
     lost = {"choices": [{"text": None, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
-    with pytest.raises(BadReplyError, match="took 7 tokens"):
+    with pytest.raises(BadReplyError, match="counts 7 tokens"):
         read_response(lost, "completion")
 
 

@@ -190,7 +190,7 @@ def test_a_plain_anthropic_object_becomes_our_client_too(kind: str) -> None:
         client = as_client(getattr(anthropic, kind)(base_url=server.url.removesuffix("/v1"), api_key="k"))
         assert type(client) is AnthropicClient
         assert asyncio.run(client.complete(REQUEST)).text == "4"
-    with pytest.raises(TypeError, match="is no client"):
+    with pytest.raises(TypeError, match="is not a client"):
         as_client(getattr(anthropic, kind)(api_key="k", default_query={"a": "b"}))
 
 
@@ -266,12 +266,12 @@ def test_the_key_of_the_environment_goes_to_no_other_url(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("value", [42, object(), {}, [], print])
 def test_anything_else_is_refused_with_what_would_do(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"is no client: give an OpenAI or AsyncOpenAI object"):
+    with pytest.raises(TypeError, match=r"is not a client: pass an OpenAI or AsyncOpenAI object"):
         as_client(value)
 
 
 def test_the_name_of_a_model_is_no_url() -> None:
-    with pytest.raises(TypeError, match="a model's name goes into model="):
+    with pytest.raises(TypeError, match="pass a model's name as model="):
         as_client("gpt-5-mini")
 
 

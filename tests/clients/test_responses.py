@@ -133,7 +133,7 @@ def test_sampling_arguments_are_translated() -> None:
     [
         (ask(sampling={"stop": ["x"], "seed": 1}), "stop, seed"),
         (ask(sampling={"logprobs": True}), "logprobs"),
-        (ask("2+2=", message_type="completion"), "takes a chat"),
+        (ask("2+2=", message_type="completion"), "only takes chats"),
         (ask([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]), "input_audio"),
     ],
 )

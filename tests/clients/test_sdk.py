@@ -89,7 +89,7 @@ def test_completions_keep_max_tokens() -> None:
     request = {"prompt": "2+2=", "message_type": "completion", "sampling": {"max_tokens": 9}}
     assert ask(SDKClient(sdk), **request).text == "4"
     assert recorder.kwargs == {"model": "m", "prompt": "2+2=", "max_tokens": 9}
-    with pytest.raises(errors.RequestRefusedError, match="cannot do chat requests"):
+    with pytest.raises(errors.RequestRefusedError, match="does not support chat requests"):
         ask(SDKClient(sdk))
 
 

@@ -174,7 +174,7 @@ def test_reply_that_is_not_http_is_a_bad_reply() -> None:
         server.close()
         return str(caught.value)
 
-    assert "no HTTP reply" in run(go())
+    assert "HTTP reply cannot be parsed" in run(go())
 
 
 def test_importing_and_building_clients_loads_no_aiohttp_and_opens_nothing() -> None:

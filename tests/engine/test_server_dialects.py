@@ -110,7 +110,7 @@ def test_a_previous_response_is_gone_on_with_unless_it_was_not_to_be_stored(serv
     for unknown in ("resp_unknown", served.ask(RESPONSES, input="hello", store=False)["id"]):
         status, reply = served.post(RESPONSES, {"input": "hi", "previous_response_id": unknown})
         assert status == 400
-        assert "send the conversation itself" in reply["error"]["message"]
+        assert "send the whole conversation" in reply["error"]["message"]
 
 
 def test_conversations_are_kept_within_a_bound() -> None:
@@ -129,14 +129,14 @@ def test_conversations_are_kept_within_a_bound() -> None:
     ("body", "said"),
     [
         ({}, "'input' is missing"),
-        ({"input": 3}, "'input' is a text or a list"),
+        ({"input": 3}, "'input' must be a text or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "'web_search' is not served here"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "'web_search' are not supported"),
         ({"input": "x", "background": True}, "background=True"),
         ({"input": "x", "conversation": "c"}, "'conversation'"),
-        ({"input": "x", "text": 3}, "'text' is an object"),
-        ({"input": "x", "include": 3}, "'include' is a list"),
+        ({"input": "x", "text": 3}, "'text' must be an object"),
+        ({"input": "x", "include": 3}, "'include' must be a list"),
         ({"input": "x", "max_output_tokens": "many"}, "'max_tokens' must be"),
     ],
 )
@@ -205,11 +205,11 @@ def test_messages_have_structured_output(served: Served) -> None:
     ("body", "said"),
     [
         ({"messages": USER}, "'max_tokens' is missing"),
-        ({"max_tokens": 4}, "'messages' is missing"),
+        ({"max_tokens": 4}, "'messages' must be a non-empty list"),
         ({"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
-        ({"max_tokens": 4, "messages": USER, "tools": [{"type": "web_search_20250305"}]}, "not served here"),
-        ({"max_tokens": 4, "messages": USER, "tool_choice": "any"}, "'tool_choice' is an object"),
-        ({"max_tokens": 4, "messages": USER, "tool_choice": {"type": {}}}, "'tool_choice' is an object"),
+        ({"max_tokens": 4, "messages": USER, "tools": [{"type": "web_search_20250305"}]}, "are not supported"),
+        ({"max_tokens": 4, "messages": USER, "tool_choice": "any"}, "'tool_choice' must be an object"),
+        ({"max_tokens": 4, "messages": USER, "tool_choice": {"type": {}}}, "'tool_choice' must be an object"),
     ],
 )
 def test_what_messages_cannot_do_is_refused_in_anthropics_words(served: Served, body: Any, said: str) -> None:

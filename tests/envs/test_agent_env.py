@@ -541,8 +541,8 @@ def test_nonsense_is_refused_and_an_agent_that_goes_on_without_it_is_scored() ->
 
     state = play(make_env(run))
     assert [status for status, _ in found] == [400] * 9 + [404]
-    assert "a message is an object with a role, not 5" in found[2][1]["error"]["message"]
-    assert "a list of token ids, or a list of either; not None" in found[7][1]["error"]["message"]
+    assert "a message must be an object with a role, not 5" in found[2][1]["error"]["message"]
+    assert "a list of token ids, or a list of either, not None" in found[7][1]["error"]["message"]
     assert "/embeddings" in found[9][1]["error"]["message"]
     assert (state["error"], state["reward"], len(state["trajectory"])) == (None, 1.0, 1)
 

@@ -42,7 +42,7 @@ def test_who_answers_is_found_from_client_and_model() -> None:
     found = find_answerer(client, "m")
     assert (found.given, found.client, found.model) == (client, client, "m")
     assert find_answerer(SimpleNamespace(complete=client.complete, model="its own"), None).model == "its own"
-    with pytest.raises(TypeError, match="is no client"):
+    with pytest.raises(TypeError, match="is not a client"):
         find_answerer(object(), "m")
 
 

@@ -81,7 +81,7 @@ def test_tools_that_are_listed_page_by_page_are_all_there() -> None:
 
 def test_a_server_that_lists_one_page_for_ever_is_refused() -> None:
     env = vf.MCPEnv(mcp_servers=[{**server(), "args": [str(PAGES), "--endless"]}], dataset=[ROW])
-    with pytest.raises(vf.InfraError, match="'tiny' does not list its tools: it sends the page '2' over and over"):
+    with pytest.raises(vf.InfraError, match="'tiny' does not list its tools: the server sends the page '2' repeatedly"):
         env.connect()
     env.close()
 
@@ -104,7 +104,7 @@ def test_rollouts_share_the_server_from_any_loop(env: vf.MCPEnv) -> None:
 def test_a_server_that_ends_fails_its_rollout_and_the_next_one_starts_it_again(env: vf.MCPEnv) -> None:
     state = roll_out(env, calling(call("end")))
     assert isinstance(state["error"], vf.InfraError)
-    assert "the MCP server 'tiny' has ended" in str(state["error"])
+    assert "the MCP server 'tiny' ended" in str(state["error"])
     assert tool_texts(roll_out(env, calling(call("add", {"a": 1, "b": 1})), "2")) == ["2"]
 
 
@@ -152,9 +152,9 @@ def test_servers_are_checked_when_the_environment_is_made() -> None:
         vf.MCPEnv(mcp_servers=[{"name": "x", "command": "y"}] * 2, dataset=[ROW])
     with pytest.raises(TypeError, match="args of the MCP server 'x' must be a list"):
         vf.MCPEnv(mcp_servers=[{"name": "x", "command": "y", "args": "z"}], dataset=[ROW])
-    with pytest.raises(TypeError, match="'x' needs a command to be started by or a url, and not both"):
+    with pytest.raises(TypeError, match="'x' needs either a command or a url, not both"):
         vf.MCPEnv(mcp_servers=[{"name": "x"}], dataset=[ROW])
-    with pytest.raises(TypeError, match="'x' needs a command to be started by or a url, and not both"):
+    with pytest.raises(TypeError, match="'x' needs either a command or a url, not both"):
         vf.MCPEnv(mcp_servers=[{"name": "x", "command": "y", "url": "http://z"}], dataset=[ROW])
     with pytest.raises(TypeError, match="env has no effect on the MCP server 'x', which has a url"):
         vf.MCPEnv(mcp_servers=[{"name": "x", "url": "http://z", "env": {"A": "b"}}], dataset=[ROW])
@@ -187,7 +187,7 @@ def test_one_call_that_kills_the_server_fails_its_own_rollout_and_the_other_nine
     errors = {state["input"]["example_id"]: repr(state["error"]) for state in results.failed}
     assert list(errors) == [7], errors
     assert isinstance(results.failed[0]["error"], vf.InfraError)
-    assert "the MCP server 'odd' has ended, twice, when 'die' was called" in errors[7]
+    assert "the MCP server 'odd' ended twice when 'die' was called" in errors[7]
     assert all(tool_texts(state)[0].startswith("count ") for state in results.scored)
 
 

@@ -174,7 +174,7 @@ def test_arguments_cut_off_at_any_byte_never_leave_the_rollout() -> None:
 def test_calls_without_a_shape_are_answered_too(listed: list[Any]) -> None:
     state = roll_out(make(), {"role": "assistant", "tool_calls": listed}, "sorry")
     assert state["error"] is None
-    assert tool_texts(state) == ["Error: the call names no function"]
+    assert tool_texts(state) == ["Error: the call has no function name"]
 
 
 def test_bad_json_from_an_endpoint_stays_inside_the_rollout() -> None:
@@ -488,9 +488,9 @@ def test_tools_are_added_and_removed() -> None:
     assert env.oai_tools is None
     with pytest.raises(ValueError, match="is not one of the tools; they are none"):
         env.remove_tool(add)
-    with pytest.raises(ValueError, match="there is a tool 'add' already"):
+    with pytest.raises(ValueError, match="there is already a tool 'add'"):
         make([add, add])
-    with pytest.raises(TypeError, match="'add' is a tool already"):
+    with pytest.raises(TypeError, match="'add' is already a tool"):
         as_tool(as_tool(add), timeout_s=3)
 
 

@@ -107,7 +107,7 @@ def test_calls_in_tags_give_one_sample_in_which_results_are_masked_however_the_c
     assert client.text(masked(sample, 1)) == f"{call}<|im_end|><tool>{{oops<|im_end|><answer>5</answer><|im_end|>"
     between = client.text(masked(sample, 0))
     assert "<result>\n5\n</result>" in between
-    assert "was cut off" in between
+    assert "is incomplete" in between
 
 
 def test_a_call_cut_off_by_the_length_limit_ends_the_rollout_as_truncated(told: Any) -> None:

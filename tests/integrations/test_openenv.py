@@ -100,10 +100,10 @@ def test_a_server_that_is_not_there_or_gives_no_reward_fails_the_rollout() -> No
 def test_a_server_that_dies_or_talks_nonsense_in_an_episode_fails_the_rollout() -> None:
     for answer, kind, said in (
         (None, vf.InfraError, "closed the session"),
-        ("{not json", vf.InfraError, "no message of its protocol"),
-        ("[1]", vf.InfraError, "no message of its protocol"),
-        ('{"type": "observation", "data": [1]}', vf.InfraError, "no message of its protocol"),
-        ('{"type": "observation", "data": "x"}', vf.InfraError, "no message of its protocol"),
+        ("{not json", vf.InfraError, "not a message of its protocol"),
+        ("[1]", vf.InfraError, "not a message of its protocol"),
+        ('{"type": "observation", "data": [1]}', vf.InfraError, "not a message of its protocol"),
+        ('{"type": "observation", "data": "x"}', vf.InfraError, "not a message of its protocol"),
         ('{"type": "observation"}', vf.GraderError, "gave no reward"),
     ):
         with GuessServer(answer=answer) as server:
@@ -119,7 +119,7 @@ def test_an_episode_that_the_server_cannot_begin_is_its_failure_and_no_zero(code
     with GuessServer(begins=refused) as server:
         (state,) = play(vf.OpenEnv(server.url, num_episodes=1)).rollouts
     assert isinstance(state["error"], vf.InfraError)
-    assert "could not begin an episode: no such level" in str(state["error"])
+    assert "could not start an episode: no such level" in str(state["error"])
     assert state["reward"] is None
 
 
@@ -131,7 +131,7 @@ def test_a_reward_that_is_no_number_and_an_end_that_is_neither_yes_nor_no_fail_t
     with GuessServer(answer=answer) as server:
         (state,) = play(vf.OpenEnv(server.url, num_episodes=1)).rollouts
     assert isinstance(state["error"], vf.InfraError)
-    assert "they are a number and true or false" in str(state["error"])
+    assert "these must be a number and a boolean" in str(state["error"])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_actions_that_are_no_tools_fail_every_rollout_and_none_is_played_with_a_
         env = vf.OpenEnv(server.url, num_episodes=2)
         for state in play(env).rollouts:
             assert isinstance(state["error"], vf.InfraError)
-            assert "are no tools" in str(state["error"])
+            assert "cannot be made into tools" in str(state["error"])
         assert not list(env.toolbox)
 
 

@@ -95,12 +95,12 @@ def test_a_cluster_of_another_version_is_one_sentence(monkeypatch: pytest.Monkey
 
 def test_a_port_where_something_else_listens_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "ANSWER_S", 0.2)
-    with vf.FakeServer("x") as server, pytest.raises(ValueError, match="is no Ray cluster"):
+    with vf.FakeServer("x") as server, pytest.raises(ValueError, match="is not a Ray cluster"):
         cluster.check_address(f"127.0.0.1:{server.port}")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(ValueError, match="is no Ray cluster"):
+        with pytest.raises(ValueError, match="is not a Ray cluster"):
             cluster.check_address(f"127.0.0.1:{silent.getsockname()[1]}")
 
 

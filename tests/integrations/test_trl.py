@@ -74,7 +74,7 @@ def test_rows_that_only_their_answers_tell_apart_are_refused_and_so_is_a_foreign
 
 def test_vllm_inside_of_trl_needs_a_client_of_its_own() -> None:
     rollouts = Rollouts(make_env())
-    with pytest.raises(ValueError, match="hand in client"):
+    with pytest.raises(ValueError, match="pass client"):
         rollouts([rollouts.dataset()[0]["prompt"]], make_trainer(use_vllm=True))
 
 

@@ -109,7 +109,7 @@ def test_arrays_and_dates_in_a_row_reach_the_rubric_as_plain_values_and_what_can
     assert json.loads(row["extra_info"]["vf_row"])["info"] == {"tests": [1, 2], "n": 3, "day": "2026-01-02"}
     assert row["reward_model"]["ground_truth"] == ""
     for odd in ({1, 2}, b"ab", object()):
-        with pytest.raises(TypeError, match=f"a {type(odd).__name__}, which cannot be written: make it plain data"):
+        with pytest.raises(TypeError, match=f"a {type(odd).__name__}, which is not JSON: make it plain data"):
             exported({"odd": odd})
 
 
@@ -172,7 +172,7 @@ def test_a_response_is_cut_to_verls_tensors_and_one_that_never_began_is_an_error
     tokens = {"prompt_ids": [1], "completion_ids": [2, 3, 4], "completion_logprobs": [0.0, -1.0, -2.0]}
     sample = fit(last_sample({"trajectory": [{"tokens": tokens}]}), 2)
     assert (sample.completion_ids, sample.completion_logprobs, sample.is_truncated) == ([2, 3], [0.0, -1.0], True)
-    with pytest.raises(ValueError, match="before the model was asked"):
+    with pytest.raises(ValueError, match="before the first model call"):
         last_sample({"trajectory": [], "example_id": 7})
 
 

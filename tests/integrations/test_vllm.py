@@ -78,7 +78,7 @@ def test_the_first_command_of_the_documents_starts_the_server_in_todays_words(la
     assert started["argv"] == [*expected, "--no-enable-log-requests", "--logprobs-mode", "processed_logprobs"]
     assert started["env"] == {"VLLM_SERVER_DEV_MODE": "1"}
     assert "no longer knows --disable-log-requests; it is started with --no-enable-log-requests" in said
-    assert "whoever reaches 0.0.0.0 can replace the weights" in said
+    assert "anyone who can reach 0.0.0.0 can replace the weights" in said
 
 
 @pytest.mark.parametrize("command", DOCUMENTED[1:])
@@ -109,7 +109,7 @@ def test_a_port_in_use_is_named_before_anything_starts(launcher: Started) -> Non
         taken.listen()
         code, said, started = launcher.run("--model", "m", "--port", str(taken.getsockname()[1]))
     assert (code, started) == (2, None)
-    assert re.fullmatch(r"vf-vllm: 127\.0\.0\.1:\d+ cannot be listened on: Address already in use\n", said)
+    assert re.fullmatch(r"vf-vllm: cannot listen on 127\.0\.0\.1:\d+: Address already in use\n", said)
 
 
 @pytest.mark.parametrize("options", [OPTIONS, OPTIONS_0_32])
@@ -254,7 +254,7 @@ def test_a_vllm_that_is_made_in_another_way_is_one_sentence_and_not_started(
     path.write_text(path.read_text().replace(word, f"{word}s"))
     code, said, started = launcher.run("--model", "m", FAKE_VLLM_OPTIONS=OPTIONS_0_32)
     assert (code, started) == (2, None)
-    assert said.startswith("vf-vllm: this vLLM cannot be made to say which weights made a token (")
+    assert said.startswith("vf-vllm: the weight version of each token cannot be added to this vLLM (")
     assert missing in said
     assert len(said.splitlines()) == 1
 
@@ -321,7 +321,7 @@ def test_an_older_vllm_that_cannot_pause_gets_new_weights_all_the_same(weights: 
 
 def test_a_folder_without_weights_never_reaches_the_server_which_it_would_kill(tmp_path: Path) -> None:
     async def use(fake: FakeServer, server: VLLMServer) -> None:
-        with pytest.raises(errors.RequestRefusedError, match="holds no weights"):
+        with pytest.raises(errors.RequestRefusedError, match="has no weights"):
             await server.reload_weights(tmp_path / "nowhere")
         await server.reload_weights("/only/there", check=False)
 
@@ -412,7 +412,7 @@ def test_a_server_that_hangs_is_given_up_and_no_error_shows_the_key() -> None:
         assert "sk-secret" not in f"{raised.value!r}{raised.value.__context__!r}{server!r}"
         fake.delay_s = 6.0
         started = time.monotonic()
-        with pytest.raises(errors.DeadlineError, match=r"no whole reply within 1 s"):
+        with pytest.raises(errors.DeadlineError, match=r"no complete reply within 1 s"):
             await server.reset_prefix_cache()
         assert time.monotonic() - started < 5
         fake.delay_s = 0.0

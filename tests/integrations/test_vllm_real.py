@@ -220,7 +220,7 @@ async def _story(setup: Setup) -> None:
     assert {span.version for span in new.tokens.weight_versions} == {"second"}
 
     # A folder that would end the engine is refused here.
-    with pytest.raises(errors.RequestRefusedError, match="holds no weights"):
+    with pytest.raises(errors.RequestRefusedError, match="has no weights"):
         await server.reload_weights(setup.folders["first"] / "nowhere")
     assert await server.health()
 

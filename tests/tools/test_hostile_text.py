@@ -80,7 +80,7 @@ def test_what_is_left_of_a_number_is_a_number() -> None:
 
 def test_a_question_without_end_is_told_to_the_model_and_does_not_reach_the_other_model() -> None:
     client = vf.FakeClient("hello")
-    with pytest.raises(vf.ToolError, match="the question has 1,000,000 characters; 100,000 are the most"):
+    with pytest.raises(vf.ToolError, match="the question has 1,000,000 characters; at most 100,000 are allowed"):
         asyncio.run(ask("helper", client).function("x" * MILLION))
     assert client.requests == []
 

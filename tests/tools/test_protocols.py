@@ -164,7 +164,7 @@ def test_arguments_that_are_no_object_are_a_short_message(arguments: Any) -> Non
 def test_calls_of_a_wrong_shape_are_answered_by_their_place(listed: list[Any]) -> None:
     (call,) = native_calls({"tool_calls": listed})
     assert call.id == "call_0"
-    with pytest.raises(BadJSONError, match="names no function"):
+    with pytest.raises(BadJSONError, match="has no function name"):
         raise call.problem  # type: ignore[misc]
 
 

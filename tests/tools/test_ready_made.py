@@ -46,9 +46,9 @@ def test_documents_come_from_a_folder_a_file_or_a_list(tmp_path: Path) -> None:
     lines.write_text("".join(json.dumps(town) + "\n" for town in TOWNS))
     assert Corpus(lines).search("cathedral")[0][0] == "Lund"
     assert Corpus(["Otters eat fish."]).search("otter") == [("", "Otters eat fish.")]
-    with pytest.raises(FileNotFoundError, match="no folder or file"):
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
         Corpus(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="document 0 is neither"):
+    with pytest.raises(ValueError, match="document 0 is not a text"):
         Corpus([3]).search("x")
 
 

@@ -225,7 +225,7 @@ def test_a_sampler_that_says_what_cannot_be_of_its_weights_is_refused(tmp_path, 
         server.lies = lies
         said = refused(tmp_path, server.url)
     assert ("the server answered with weights of version" in said) is (lies in OTHERS)
-    assert ("do not say what made each of its 8 tokens" in said) is (lies in NO_SPANS)
+    assert ("do not cover each of its 8 tokens" in said) is (lies in NO_SPANS)
     assert len(said) < 1000
 
 
@@ -274,7 +274,7 @@ def test_a_server_that_never_answers_is_refused_soon(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_sender, "INFO_S", 0.5)  # 30 s
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = refused(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
-    assert "GET /version: no whole reply within 0.5 s" in said
+    assert "GET /version: no complete reply within 0.5 s" in said
 
 
 def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded(tmp_path):
@@ -411,7 +411,7 @@ def test_what_a_server_says_wrong_of_its_weights_is_asked_of_another_and_one_tha
         bad.lies = None
         alone.start(tiny.model(tokenizer), tokenizer, 2)
         bad.lies = spans(("1", 0, 4))
-        with pytest.raises(EndpointDownError, match=r"no sampler is up .*do not say what made each of its 8 tokens"):
+        with pytest.raises(EndpointDownError, match=r"no sampler is up .*do not cover each of its 8 tokens"):
             asyncio.run(alone.complete(ASKED))
         alone.close()
 

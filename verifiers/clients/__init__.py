@@ -1,4 +1,4 @@
-"""A request → a completion: over HTTP, through someone's SDK object, from a fake, a cassette or a cache."""
+"""A request → a completion: over HTTP, through an SDK object, from a fake, a cassette or a cache."""
 
 from __future__ import annotations
 

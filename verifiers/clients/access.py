@@ -1,4 +1,4 @@
-"""Whether an endpoint lets a key use a model: a few requests find out before all the others are sent."""
+"""Whether an endpoint lets a key use a model: a few requests test this before the others are sent."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import deque
 
 from verifiers.errors import AccessRefusedError
 
-CANARIES = 4  # requests that may be under way before anything is known
-HANDFUL = 5  # refusals in a row that are taken for the answer
-PROBATION_S = 1.0  # refusals come at once: an endpoint that takes longer is at work on a reply
-NEAR_PROBATION_S = 0.25  # the same for one on this machine or a private network
+CANARIES = 4  # requests in flight before the first answer
+HANDFUL = 5  # consecutive refusals after which access counts as refused
+PROBATION_S = 1.0  # an endpoint refuses quickly; one that takes longer is working on a reply
+NEAR_PROBATION_S = 0.25  # the same for an endpoint on this machine or a private network
 ADMITTED_AT_ONCE = 16
-REFUSED_FOR_S = 5.0  # how long the answer holds; whoever asks later may have mended it
+REFUSED_FOR_S = 5.0  # how long requests fail without being sent; later the key or the model may have been fixed
 
 
 class Access:
-    """One key and one model at one endpoint, in one event loop.
+    """Whether one key may use one model at one endpoint, in one event loop.
 
-    The first few requests go ahead. The others wait until one of them was answered in any way but a refusal of the key
-    or the model, or has been under way for a while. After a handful of refusals in a row everyone who waits, or comes
-    in the next seconds, is refused without being sent.
+    The first few requests are sent. The others wait until one of these gets any answer other than a refusal of the key
+    or the model, or has been in flight for a while. After several consecutive refusals, all waiting requests, and new
+    ones in the next seconds, fail without being sent.
     """
 
     def __init__(self, probation_s: float = PROBATION_S) -> None:
@@ -34,7 +34,7 @@ class Access:
         self._timer: asyncio.TimerHandle | None = None
 
     async def enter(self) -> None:
-        """Wait until this request may be sent; raises `AccessRefusedError` once it is known to be in vain."""
+        """Wait until this request may be sent; raises `AccessRefusedError` once access is known to be refused."""
         loop = asyncio.get_running_loop()
         if self._refused_until and loop.time() < self._refused_until:
             raise AccessRefusedError(self._said)
@@ -51,17 +51,17 @@ class Access:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self._admit_one()  # admitted and cancelled in the same turn of the loop
+                self._admit_one()  # admitted and cancelled in the same iteration of the event loop
             raise
 
     def left(self) -> None:
-        """A request ended without an answer (it was cancelled): another one may find out in its place."""
+        """A request ended without an answer (it was cancelled): send another one in its place."""
         if not self.is_open:
             self._asking -= 1
             self._admit_one()
 
     def open(self) -> None:
-        """The endpoint answers, or takes its time over it: nothing is known against it."""
+        """The endpoint accepted a request, or has worked on one for a while: send all requests."""
         self._refusals = 0
         self._stop_timer()
         if not self.is_open:
@@ -69,7 +69,7 @@ class Access:
             self._admit_all()
 
     def _admit_all(self) -> None:
-        """A few in each turn of the loop, so that thousands that begin at once do not hold it up."""
+        """Admit a few in each iteration of the event loop, so that thousands at once do not block it."""
         for _ in range(min(ADMITTED_AT_ONCE, len(self._line))):
             place = self._line.popleft()
             if not place.done():
@@ -78,14 +78,14 @@ class Access:
             asyncio.get_running_loop().call_soon(self._admit_all)
 
     def refuse(self, said: str) -> bool:
-        """The endpoint refused the key or the model. Is that its answer to everyone now?"""
+        """The endpoint refused the key or the model. Returns whether access now counts as refused for all requests."""
         self._refusals += 1
         if self._refusals < HANDFUL:
             if not self.is_open:
                 self._asking -= 1
                 self._admit_one()
             return False
-        self._said = f"{said} (so it was {self._refusals} times in a row; nothing more is asked)"
+        self._said = f"{said} ({self._refusals} consecutive refusals; no more requests are sent)"
         self._refused_until = asyncio.get_running_loop().time() + REFUSED_FOR_S
         self.is_open, self._asking, self._refusals = False, 0, 0
         self._stop_timer()
@@ -97,7 +97,7 @@ class Access:
 
     @property
     def said(self) -> str:
-        """What everyone is told, once it is known."""
+        """The message of the `AccessRefusedError` that waiting requests get."""
         return self._said
 
     def _admit_one(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens between two finished rollouts: replies that came, requests repeated, requests refused."""
+"""What happens between two finished rollouts: replies, retries and refused requests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Activity:
-    """Counts of one run, kept by the clients that its rollouts ask."""
+    """Counts of one run, updated by the clients that its rollouts use."""
 
     replies: int = 0
-    tokens: int = 0  # of replies that came
+    tokens: int = 0  # of complete replies
     retries: int = 0
-    refusals: int = 0  # 429 and the like: the endpoint was asked for too much
-    under_way: set[Callable[[], int]] = field(default_factory=set)  # tokens that replies of local models have so far
+    refusals: int = 0  # 429 and the like: the endpoint is overloaded
+    under_way: set[Callable[[], int]] = field(default_factory=set)  # token counts of unfinished replies of local models
 
     @property
     def tokens_so_far(self) -> int:
-        """Of every reply that came, and of those under way as far as a model in this process is with them."""
+        """Tokens of all complete replies, and of the unfinished replies of models in this process."""
         return self.tokens + sum(count() for count in tuple(self.under_way))
 
 
@@ -27,7 +27,7 @@ _current: ContextVar[Activity | None] = ContextVar("activity", default=None)
 
 
 def count_here(activity: Activity) -> None:
-    """From now on this task, and those that it begins, count here."""
+    """Count the requests of this task, and of tasks started by it, in ``activity`` from now on."""
     _current.set(activity)
 
 
@@ -38,7 +38,7 @@ def note_reply(tokens: int) -> None:
 
 
 def note_under_way(count: Callable[[], int]) -> None:
-    """A model in this process says how many tokens its replies under way have."""
+    """Register a function that counts the tokens of a local model's unfinished replies."""
     if (activity := _current.get()) is not None:
         activity.under_way.add(count)
 

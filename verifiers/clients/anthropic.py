@@ -1,4 +1,4 @@
-"""A request → a completion from Anthropic's messages endpoint, both in OpenAI's words."""
+"""A request → a completion from Anthropic's messages endpoint, both in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifiers.messages import content_text
 from verifiers.types import ChatMessage
 
 VERSION = "2023-06-01"
-MAX_TOKENS = 4096  # the endpoint insists on a figure
+MAX_TOKENS = 4096  # the default, because the endpoint requires a value
 
 _STOP_REASONS = {
     "end_turn": "stop",
@@ -29,7 +29,7 @@ _STOP_REASONS = {
 
 
 class AnthropicClient(RemoteClient):
-    """Anthropic's ``{base_url}/v1/messages``, asked and answering in OpenAI's words.
+    """Anthropic's ``{base_url}/v1/messages``, with requests and replies in OpenAI's format.
 
     >>> AnthropicClient(api_key="sk-ant-secret")
     AnthropicClient('https://api.anthropic.com', api_key='sk-…')
@@ -46,7 +46,7 @@ class AnthropicClient(RemoteClient):
 
     def _write(self, request: Request, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if request.message_type != "chat" or isinstance(request.prompt, str):
-            raise RequestRefusedError("Anthropic's endpoint takes a chat: give messages, and message_type='chat'")
+            raise RequestRefusedError("Anthropic's endpoint only takes chats: pass messages and message_type='chat'")
         system, messages = write_messages(request.prompt)
         body = {"model": request.model, "messages": messages, **_write_sampling(args)}
         if system:
@@ -59,11 +59,11 @@ class AnthropicClient(RemoteClient):
         return read_reply(reply, prices=self.prices)
 
 
-# --- messages, as they are sent -----------------------------------------------------------------------------------
+# --- messages → request -------------------------------------------------------------------------------------------
 
 
 def write_messages(messages: list[ChatMessage]) -> tuple[Any, list[dict[str, Any]]]:
-    """The system prompt and the turns. What is said by the same side in a row is one turn, as Anthropic wants it.
+    """The system prompt and the turns. Consecutive messages of the same role are merged, as Anthropic requires.
 
     >>> write_messages([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}])
     ('Be brief.', [{'role': 'user', 'content': [{'type': 'text', 'text': '2+2?'}]}])
@@ -76,7 +76,7 @@ def write_messages(messages: list[ChatMessage]) -> tuple[Any, list[dict[str, Any
         role = "assistant" if message.get("role") == "assistant" else "user"
         blocks = _write_message(message)
         if not blocks:
-            continue  # an empty text block is refused
+            continue  # the endpoint refuses empty text blocks
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += blocks
         else:
@@ -119,8 +119,8 @@ def _write_part(part: dict[str, Any]) -> dict[str, Any]:
     if kind == "file" and "file_data" in part.get("file", {}):
         return {"type": "document", "source": _write_source(part["file"]["file_data"])}
     if kind == "input_audio":
-        raise RequestRefusedError("Anthropic's endpoint takes no input_audio parts")
-    return part  # text, or a block in Anthropic's own words
+        raise RequestRefusedError("Anthropic's endpoint does not take input_audio parts")
+    return part  # text, or a block in Anthropic's format
 
 
 def _write_source(url: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _write_format(wanted: Any) -> dict[str, Any] | None:
         return None
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         return {"type": "json_schema", "schema": wanted["json_schema"]["schema"]}
-    raise RequestRefusedError(f"Anthropic's endpoint takes a response_format of type json_schema, not {wanted!r}")
+    raise RequestRefusedError(f"Anthropic's endpoint only takes a response_format of type json_schema, not {wanted!r}")
 
 
 def _write_choice(choice: Any, *, is_serial: bool) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _write_choice(choice: Any, *, is_serial: bool) -> dict[str, Any]:
 
 
 def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Completion:
-    """A reply in OpenAI's words; the original stays in ``raw`` under ``anthropic``.
+    """A reply in OpenAI's format; the original is in ``raw["anthropic"]``.
 
     >>> reply = {"content": [{"type": "text", "text": "4"}], "stop_reason": "max_tokens"}
     >>> read_reply(reply).finish_reason
@@ -202,7 +202,7 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
     """
     blocks = reply.get("content")
     if not isinstance(blocks, list):
-        raise EmptyModelResponseError("the endpoint answered with no content")
+        raise EmptyModelResponseError("the endpoint's reply has no content")
     thinking = [block for block in blocks if block.get("type") in ("thinking", "redacted_thinking")]
     calls = [_read_call(block) for block in blocks if block.get("type") == "tool_use"]
     texts = [block.get("text") for block in blocks if block.get("type") == "text"]
@@ -214,7 +214,7 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
         message["tool_calls"] = calls
     if thinking:
         message["reasoning_content"] = "".join(block.get("thinking") or "" for block in thinking)
-        message["thinking_blocks"] = thinking  # signed: a turn that called tools must be sent back with them
+        message["thinking_blocks"] = thinking  # signed; must be sent back with a turn that called tools
     reason = reply.get("stop_reason")
     usage = reply.get("usage") or {}
     kinds = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")

@@ -1,4 +1,4 @@
-"""Which rollout a request is made for: a record of requests keeps it, to give each rollout its own replies again."""
+"""Which rollout a request is made for. A cassette records it, so that a replay gives each rollout its own replies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _rollout: ContextVar[str | None] = ContextVar("asked_for", default=None)
 
 
 def asked_for() -> str | None:
-    """The rollout whose turn or score asks now, as `name_rollout` names it; None outside of one."""
+    """The name (see `name_rollout`) of the rollout that is being run or scored in this context; None outside of one."""
     return _rollout.get()
 
 
 def name_rollout(example_id: Any, rollout: int | None) -> str:
-    """One rollout of an example, or (None) its whole group.
+    """The name of one rollout of an example, or of its whole group (``rollout=None``).
 
     >>> name_rollout(3, 0), name_rollout("a", None)
     ('3#0', 'a#group')
@@ -25,13 +25,13 @@ def name_rollout(example_id: Any, rollout: int | None) -> str:
 
 
 def ask_for(name: str) -> None:
-    """From now on requests of this task are made for this rollout."""
+    """Attribute the requests of the current task to this rollout from now on."""
     _rollout.set(name)
 
 
 @contextmanager
 def asking_for(name: str) -> Iterator[None]:
-    """While this lasts, and in tasks and threads begun in it, requests are made for this rollout."""
+    """Attribute requests within this block, and in tasks and threads started in it, to this rollout."""
     token = _rollout.set(name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A client and a file → a client that asks the same thing only once."""
+"""A client and a file → a client that sends the same request only once."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ InFlight = dict[str, "asyncio.Future[Completion]"]
 
 
 class CachedClient:
-    """Answers from a file what was answered before, and asks ``client`` for the rest.
+    """Answers known requests from a file, and asks ``client`` for the rest.
 
-    The whole request is the key. By default only requests that ask for a reproducible reply are cached: those with
-    ``temperature`` 0 or a ``seed``. With ``sampled=True`` the others are too: the n-th time this object gets a request
-    it gives the n-th reply on file, so that repeats of an example stay different samples. Errors are never cached.
-    Models of one name on different servers are asked apart; ``namespace`` stands in the place of the server's address,
-    for a model that moves, or models of one name in this process.
+    The whole request is the key. By default only requests for a reproducible reply are cached: those with
+    ``temperature`` 0 or a ``seed``. With ``sampled=True`` the others are cached too: the n-th time this object gets a
+    request, it gives the n-th reply in the file, so that repeats of an example stay different samples. Errors are never
+    cached. The server's URL is part of the key; ``namespace`` replaces it, for a model that moves to another server or
+    for models of the same name in this process.
     """
 
     def __init__(self, client: Any, path: str | Path, *, sampled: bool = False, namespace: str | None = None) -> None:
@@ -100,7 +100,7 @@ class CachedClient:
                 task = asyncio.current_task()
                 if not leader.cancelled() or (task is not None and task.cancelling()):
                     raise
-                continue  # not this call was cancelled, but the one that asked: somebody else must ask
+                continue  # the call that sent the request was cancelled, not this one: another call must send it
             self.hits += 1
             return _free(completion)
 
@@ -112,9 +112,9 @@ class CachedClient:
             completion = await self.client.complete(request)
         except Error as error:
             answer.set_exception(error)
-            answer.exception()  # seen, even if nobody else waits for it
+            answer.exception()  # mark as retrieved, even if no other call waits for it
             raise
-        except BaseException:  # cancelled, or a client that breaks the protocol: those who wait ask for themselves
+        except BaseException:  # cancelled, or a client that breaks the protocol: waiting calls ask for themselves
             answer.cancel()
             raise
         else:
@@ -128,19 +128,19 @@ class CachedClient:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "requests that sample (no seed, temperature not 0) are not cached unless CachedClient(sampled=True)"
+                "requests that sample (no seed, temperature not 0) are only cached with CachedClient(sampled=True)"
             )
 
 
 def _free(completion: Completion) -> Completion:
-    """The completion, at the price of looking it up: nothing."""
+    """The completion with a cost of 0, because it came from the cache."""
     if completion.usage is None or completion.usage.cost_usd is None:
         return completion
     return replace(completion, usage=replace(completion.usage, cost_usd=0.0))
 
 
 class _File:
-    """Keys and completions in SQLite, written in WAL mode: many threads and processes may share it."""
+    """Keys and completions in SQLite, in WAL mode so that many threads and processes can share it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,7 +154,7 @@ class _File:
             self._closer = weakref.finalize(self, connection.close)
             _set_up(connection)
         except (sqlite3.DatabaseError, OSError) as error:
-            raise ValueError(f"{self.path} cannot be used as a cache: {error}; delete it or name another") from error
+            raise ValueError(f"{self.path} cannot be used as a cache: {error}; delete it or use another") from error
         self._connection, self._process = connection, os.getpid()
 
     def get(self, key: str) -> Completion | None:
@@ -164,7 +164,7 @@ class _File:
         try:
             return read_completion(read_json(row[0]))
         except (ValueError, TypeError) as error:
-            logger.warning("%s: an entry cannot be read and is asked for again (%s)", self.path, error)
+            logger.warning("%s: an entry cannot be read, and its request is sent again (%s)", self.path, error)
             return None
 
     def put(self, key: str, completion: Completion) -> None:
@@ -172,9 +172,9 @@ class _File:
         self._execute("INSERT OR REPLACE INTO completions VALUES (?, ?)", key, written)
 
     def _execute(self, statement: str, *values: Any) -> Any:
-        """Run one statement. A file that is locked or damaged costs the entry, not the run."""
+        """Run one statement. If the file is locked or damaged, only this entry is lost, not the run."""
         with self._lock:
-            if self._process != os.getpid():  # forked: a connection must not be shared with the parent
+            if self._process != os.getpid():  # after a fork: the parent's connection must not be shared
                 self._closer.detach()
                 self._open()
             try:
@@ -196,7 +196,7 @@ def _set_up(connection: sqlite3.Connection) -> None:
                 "CREATE TABLE IF NOT EXISTS completions (key TEXT PRIMARY KEY, completion BLOB) WITHOUT ROWID"
             )
             return
-        except sqlite3.OperationalError as error:  # another process is setting it up: SQLite does not wait for that
+        except sqlite3.OperationalError as error:  # another process is setting it up; the busy timeout does not apply
             if not attempts_left or "locked" not in str(error):
                 raise
             time.sleep(0.02)

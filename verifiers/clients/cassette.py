@@ -1,4 +1,4 @@
-"""A client and a file → a client that records what it answers, and answers from the record ever after."""
+"""A client and a file → a client that records completions, and replays them later."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ Outcome = Completion | OverlongPromptError
 
 
 class NotRecordedError(ModelError):
-    """A replay was asked for something that the cassette does not hold."""
+    """A replayed cassette does not contain the requested completion."""
 
 
 class Cassette:
-    """A client that plays back the completions in a JSON-lines file, and records those that are not there yet.
+    """A client that replays completions from a JSON-lines file, and records missing ones.
 
-    ``auto`` replays what it has and asks ``client`` for the rest; ``record`` asks for everything anew; ``replay`` never
-    asks, so it needs neither client nor network, and what is not there is a `NotRecordedError`. A request that was made
-    several times is replayed to each rollout as it was made for it; outside of a run, or for one that the record does
-    not know, in the order in which the replies came. ``namespace`` keeps models of one name apart that share a file.
+    ``auto`` replays recorded completions and asks ``client`` for the rest. ``record`` asks ``client`` for all of them.
+    ``replay`` needs neither client nor network; a missing completion raises `NotRecordedError`. If a request was made
+    several times, each rollout gets its own replies back; outside a run, and for rollouts that are not in the file,
+    replies come in the order of recording. ``namespace`` separates models of the same name that share a file.
     """
 
     def __init__(self, path: str | Path, client: Any = None, *, mode: Mode = "auto", namespace: str = "") -> None:
         if mode not in ("auto", "record", "replay"):
-            raise ValueError(f"mode={mode!r} is unknown; there are auto, record and replay")
+            raise ValueError(f"mode must be auto, record or replay, not {mode!r}")
         if mode == "record" and client is None:
-            raise ValueError("recording needs a client to record: Cassette(path, client, mode='record')")
+            raise ValueError("mode='record' needs a client: Cassette(path, client, mode='record')")
         self.path = Path(path)
         self.mode = mode
         self.namespace = namespace
@@ -58,10 +58,10 @@ class Cassette:
         self._asked_by: Counter[tuple[str, str | None]] = Counter()
         self._kept: Counter[str] = Counter()
         self._outcomes: dict[str, list[Outcome]] = {}
-        self._askers: dict[str, list[str | None]] = {}  # for whom each of them was
+        self._askers: dict[str, list[str | None]] = {}  # the rollout that each outcome was recorded for
         self._requests: dict[str, dict[str, Any]] = {}
         if mode == "replay" and not self.path.is_file():
-            raise FileNotFoundError(f"there is no cassette at {self.path} to replay")
+            raise FileNotFoundError(f"no cassette to replay at {self.path}")
         if mode != "record":
             self._load()
 
@@ -81,7 +81,7 @@ class Cassette:
         return outcome
 
     def _kept_for(self, key: str, asker: str | None) -> tuple[int, Outcome | None]:
-        """How often it was asked before, and the reply in the record: the asker's own, else the next that came."""
+        """How often this request was made before, and its recorded outcome: the rollout's own, else the next one."""
         turn, own_turn = self._asked[key], self._asked_by[key, asker]
         self._asked[key] += 1
         self._asked_by[key, asker] += 1
@@ -99,7 +99,7 @@ class Cassette:
         outcome: Outcome
         try:
             outcome = await self.client.complete(request)
-        except OverlongPromptError as error:  # the policy's own doing: a replay must meet it again
+        except OverlongPromptError as error:  # caused by the policy, so a replay must raise it as well
             outcome = error
         with self._lock:
             self._append(key, record, outcome, self._secrets(request))
@@ -108,7 +108,7 @@ class Cassette:
     # --- the file -------------------------------------------------------------------------------------------------
 
     def _append(self, key: str, record: dict[str, Any], outcome: Outcome, keys: list[str]) -> None:
-        # Numbered as they arrive, so that a failed call leaves no gap; of two with one number the later one counts.
+        # Numbered on arrival, so that a failed call leaves no gap. If two have the same number, the later one counts.
         turn = self._kept[key]
         entry: dict[str, Any] = {"key": key, "turn": turn, "for": asked_for(), "request": record}
         if isinstance(outcome, Completion):
@@ -136,11 +136,11 @@ class Cassette:
                 self._askers.setdefault(key, [])[turn : turn + 1] = [entry.get("for")]
                 self._requests[key] = entry["request"]
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{self.path}:{number} is no entry of a cassette: {error!r}") from error
+                raise ValueError(f"{self.path}:{number} is not a cassette entry: {error!r}") from error
         self._kept.update({key: len(outcomes) for key, outcomes in self._outcomes.items()})
 
     def _secrets(self, request: Request) -> list[str]:
-        """Whatever must not be written even if an endpoint repeats it."""
+        """Secrets that must not be written even if the endpoint echoes them."""
         named: dict[str, str] = {}
         for source in (
             getattr(self.client, "headers", None),
@@ -156,13 +156,13 @@ class Cassette:
 
     def _explain(self, record: dict[str, Any], key: str, turn: int) -> str:
         recorded = len(self._outcomes.get(key, ()))
-        why = "" if self.mode == "replay" else ", and there is no client to record it with"
+        why = "" if self.mode == "replay" else ", and there is no client to ask"
         if recorded:
-            return f"{self.path} holds {recorded} replies to this request, and it was made {turn + 1} times{why}"
+            return f"{self.path} has {recorded} replies to this request, but it was made {turn + 1} times{why}"
         if not self._requests:
-            return f"{self.path} holds nothing{why}"
-        nearest = max(self._requests.values(), key=lambda other: _likeness(record, other))
-        return f"{self.path} does not hold this request{why}; next to the nearest one {difference(record, nearest)}"
+            return f"{self.path} is empty{why}"
+        nearest = max(self._requests.values(), key=lambda other: _similarity(record, other))
+        return f"{self.path} does not contain this request{why}; from the most similar, {difference(record, nearest)}"
 
 
 def _read_outcome(entry: dict[str, Any]) -> Outcome:
@@ -172,7 +172,7 @@ def _read_outcome(entry: dict[str, Any]) -> Outcome:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The entries of a file with their line numbers; a last line without an end was never finished."""
+    """The entries of a file with their line numbers. A last line without a newline may be incomplete."""
     if not path.is_file():
         return
     with open_regular(path) as file:
@@ -182,11 +182,11 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
             except ValueError as error:
                 if line.endswith(b"\n"):
                     raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-                logger.warning("%s: the last line was cut off and is left out", path)
+                logger.warning("%s: the last line is incomplete and is ignored", path)
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Write a whole line or, on a disk that is full, none of it: the next one would be joined to its beginning."""
+    """Write a whole line or, if the disk is full, nothing: the next line would be appended to a partial one."""
     with open(path, "ab", buffering=0) as file:
         end = file.tell()
         try:
@@ -198,7 +198,7 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _repair(path: Path) -> None:
-    """Make sure that a new line begins on its own: end a last line that is whole, remove one that is torn."""
+    """Make the file end with a newline: add it to a complete last line, remove an incomplete one."""
     if not path.is_file():
         return
     with open(path, "r+b") as file:
@@ -213,16 +213,16 @@ def _repair(path: Path) -> None:
             file.truncate(len(content) - len(last))
 
 
-# --- which request is nearest, and how it differs -----------------------------------------------------------------
+# --- the most similar request, and how it differs -----------------------------------------------------------------
 
 
-def _likeness(asked: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
+def _similarity(asked: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
     same = sum(asked[field] == other.get(field) for field in asked)
-    return same, _shared(asked["prompt"], other.get("prompt") or "")
+    return same, _common_prefix(asked["prompt"], other.get("prompt") or "")
 
 
-def _shared(asked: Sequence[Any], recorded: Sequence[Any]) -> int:
-    """How many messages (or characters) two prompts have in common before they part."""
+def _common_prefix(asked: Sequence[Any], recorded: Sequence[Any]) -> int:
+    """The length of the common prefix of two prompts, in messages (or characters)."""
     pairs = zip(asked, recorded, strict=False)
     return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(asked), len(recorded)))
 
@@ -248,7 +248,7 @@ def difference(asked: dict[str, Any], recorded: dict[str, Any]) -> str:
 def _prompt_difference(asked: Any, recorded: Any) -> str:
     if not isinstance(asked, list) or not isinstance(recorded, list):
         return f"the prompt differs: {asked!r:.200} asked, {recorded!r:.200} recorded"
-    same = _shared(asked, recorded)
+    same = _common_prefix(asked, recorded)
     if same in (len(asked), len(recorded)):
         return f"the number of messages differs: {len(asked)} asked, {len(recorded)} recorded"
     ours, theirs = asked[same], recorded[same]

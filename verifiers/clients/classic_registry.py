@@ -11,7 +11,7 @@ from typing import Any
 
 
 def read_registry(path: Path, *, execute: bool = False) -> dict[str, Any]:
-    """``ENDPOINTS`` of a file: literals, names, f-strings, ``os.getenv``; with ``execute`` whatever Python can do."""
+    """``ENDPOINTS`` of a file, from literals, names, f-strings and ``os.getenv``; ``execute`` runs the file instead."""
     if execute:
         table = runpy.run_path(str(path)).get("ENDPOINTS")
     else:
@@ -22,7 +22,7 @@ def read_registry(path: Path, *, execute: bool = False) -> dict[str, Any]:
 
 
 class _Reader:
-    """Evaluates the few statements and expressions that a table is written with; anything else is an error."""
+    """Evaluates the few statements and expressions that a table needs; anything else is an error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class _Reader:
     def _run(self, statement: ast.stmt) -> None:
         match statement:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()) | ast.FunctionDef() | ast.ClassDef():
-                return  # nothing is run, so a name from here that is used later is an error there
+                return  # not executed, so a later use of a name that it defines is an error
             case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
                 return
             case ast.Assign(targets=targets, value=value):
@@ -121,11 +121,11 @@ class _Reader:
         try:
             return compute()
         except (TypeError, KeyError, IndexError) as error:
-            raise ValueError(f"{self.path}:{getattr(node, 'lineno', '?')} does not work out: {error!r}") from error
+            raise ValueError(f"{self.path}:{getattr(node, 'lineno', '?')} cannot be evaluated: {error!r}") from error
 
     def _refusal(self, node: ast.AST) -> ValueError:
-        line = getattr(node, "lineno", "?")  # the line is not shown: keys are found in such files
+        line = getattr(node, "lineno", "?")  # the line itself is not shown, because it may contain a key
         return ValueError(
-            f"{self.path}:{line} is more than a table of endpoints, and the file is not run to find out: write it "
-            "plainly, move the registry to endpoints.toml, or call load_endpoints(path, execute=True)"
+            f"{self.path}:{line} is not a plain table of endpoints, and the file is not executed: simplify it, "
+            "move the registry to endpoints.toml, or call load_endpoints(path, execute=True)"
         )

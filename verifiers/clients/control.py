@@ -1,4 +1,4 @@
-"""A server's own endpoints, beside those for completions: JSON in, JSON out, errors that never show a key."""
+"""A server's control endpoints: JSON in, JSON out, and errors that never show a key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHOWN_CHARS = 500
 
 
 class ServerControl:
-    """What a trainer asks of a server that samples for it, be it `vf serve` or vLLM.
+    """A trainer's control of the server that samples for it, `vf serve` or vLLM.
 
-    ``base_url`` is the one that clients use, with or without ``/v1``. ``timeout_s`` bounds each request to the server.
+    ``base_url`` is the URL that clients use, with or without ``/v1``. ``timeout_s`` bounds each request to the server.
 
     >>> ServerControl("http://localhost:8000/v1", "sk-secret")
     ServerControl('http://localhost:8000', api_key='sk-…')
@@ -45,7 +45,7 @@ class ServerControl:
         return urlsplit(self.base_url).hostname or ""
 
     async def health(self) -> bool:
-        """Is the server up, and its engine alive?"""
+        """Is the server up and its engine alive?"""
         try:
             await self.ask("GET", "/health", timeout_s=min(self.timeout_s, HEALTH_TIMEOUT_S))
         except Error:
@@ -53,7 +53,7 @@ class ServerControl:
         return True
 
     async def wait(self, timeout_s: float = 600.0) -> None:
-        """Wait until the server is up; raises `DeadlineError` when it is not within that time."""
+        """Wait until the server is up; raises `DeadlineError` after ``timeout_s``."""
         end = time.monotonic() + timeout_s
         while not await self.health():
             if time.monotonic() >= end:
@@ -61,7 +61,7 @@ class ServerControl:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
-        """The reply's JSON, or its text where it is none."""
+        """The reply's JSON, or its text if it is not JSON."""
         status, text = await self.send(method, path, body, timeout_s or self.timeout_s)
         self.check(method, path, status, text)
         try:
@@ -70,7 +70,7 @@ class ServerControl:
             return text
 
     async def send(self, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, str]:
-        """The status and the text of the reply, whatever it says."""
+        """The status and the text of the reply, whatever the status."""
         import aiohttp  # slow to import
 
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -83,14 +83,14 @@ class ServerControl:
             ):
                 return response.status, await response.text(errors="replace")
         except TimeoutError:
-            failed = DeadlineError(self.shown(f"{method} {path}: no whole reply within {timeout_s:g} s"))
+            failed = DeadlineError(self.shown(f"{method} {path}: no complete reply within {timeout_s:g} s"))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             text = f"{method} {path}: {type(error).__name__}: {error}"
             failed = ConnectionFailedError(self.shown(f"{text}; is the server at {self.base_url} running?"))
-        raise failed  # outside of the except: aiohttp's exceptions carry the request's headers, and so its key
+        raise failed  # outside the except block: aiohttp's exceptions contain the request's headers and so its key
 
     def check(self, method: str, path: str, status: int, text: str) -> None:
-        """Raise what a reply's status says."""
+        """Raise an error if the status is not a success."""
         if 200 <= status < 300:
             return
         said = self.shown(status_failure(status, {}, text).text)
@@ -99,7 +99,7 @@ class ServerControl:
         raise kind(f"{method} {path}: {said}{self.hint(path, status, text)}")
 
     def hint(self, path: str, status: int, text: str) -> str:
-        """What to do where the server has no such endpoint."""
+        """What to do if the server has no such endpoint."""
         if status not in (404, 405) or "not found" not in text.lower() or "Error" in text:
             return ""
         if "lora" in path:

@@ -1,4 +1,4 @@
-"""What the endpoints that do not speak OpenAI's chat have in common: OpenAI's words ↔ theirs."""
+"""Helpers shared by the clients of other APIs than OpenAI's chat: OpenAI's format ↔ theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.clients.reading import Prices, read_usage
 from verifiers.errors import RequestRefusedError
 from verifiers.types import ChatMessage
 
-# Arguments of OpenAI's chat that other endpoints have no word for, and the values of them that change nothing.
+# Arguments of OpenAI's chat that other endpoints lack, each with the values that have no effect.
 _CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -37,7 +37,7 @@ _CHAT_ONLY: dict[str, tuple[Any, ...]] = {
 def refuse_unknown(
     endpoint: str, args: dict[str, Any], *, also: tuple[str, ...] = (), but: tuple[str, ...] = ()
 ) -> None:
-    """Drop arguments of OpenAI's chat that change nothing; refuse, by name, those the endpoint cannot honour.
+    """Drop arguments of OpenAI's chat that have no effect; raise for those that the endpoint does not support.
 
     >>> args = {"n": 1, "temperature": 0.5}
     >>> refuse_unknown("this endpoint", args); args
@@ -51,13 +51,13 @@ def refuse_unknown(
             refused.append(name)
     if refused:
         raise RequestRefusedError(
-            f"{endpoint} has nothing like the sampling argument{'s' if len(refused) > 1 else ''} "
+            f"{endpoint} does not support the sampling argument{'s' if len(refused) > 1 else ''} "
             f"{', '.join(refused)}; leave out, or send the endpoint's own arguments in extra_body"
         )
 
 
 def split_data_url(url: str) -> tuple[str, str | None]:
-    """The media type and the base64 text of a ``data:`` URL; no text for any other URL.
+    """The media type and the base64 text of a ``data:`` URL; the text is None for any other URL.
 
     >>> split_data_url("data:image/png;base64,aGk="), split_data_url("https://host/cat.png")
     (('image/png', 'aGk='), ('', None))
@@ -69,7 +69,7 @@ def split_data_url(url: str) -> tuple[str, str | None]:
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
-    """The arguments of a tool call as an object. A model's broken JSON is kept as text: it is history, not to be lost.
+    """The arguments of a tool call as an object. Invalid JSON is kept as text under ``arguments``.
 
     >>> arguments_of('{"x": 1}'), arguments_of('{"x": ')
     ({'x': 1}, {'arguments': '{"x": '})
@@ -93,7 +93,7 @@ def translated(
     prices: Prices | None,
     origin: str,
 ) -> Completion:
-    """The completion of a reply in another dialect; its ``raw`` reads like OpenAI's chat, the original inside it."""
+    """The completion of a reply in another API's format; ``raw`` has OpenAI's format, with the original inside."""
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

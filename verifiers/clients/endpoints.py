@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "configs"
 FILES = ("endpoints.toml", "endpoints.py")
-REPLICA_RETRIES = 2  # a replica that is down is left for the next one soon
+REPLICA_RETRIES = 2  # few, because the next replica is tried soon
 TYPES = {
     "openai": "openai",
     "openai_chat_completions": "openai",
@@ -39,7 +39,7 @@ NO_KEY = ("", "EMPTY", "NONE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One server that serves one model. ``key`` is the name of an environment variable, never a key."""
+    """One server that serves one model. ``key`` is the name of an environment variable, never the key itself."""
 
     name: str
     model: str
@@ -60,10 +60,8 @@ class Target:
                 f"endpoint {self.name!r}: url must begin with http:// or https://, not {hide_in_url(self.url)!r}"
             )
         if self.type not in TYPES:
-            raise ValueError(
-                f"endpoint {self.name!r}: type {self.type!r} is unknown; there are openai, anthropic, responses"
-            )
-        if self.key and not is_local(self.url) and not _is_variable(self.key):  # not shown: most likely it is a key
+            raise ValueError(f"endpoint {self.name!r}: type must be openai, anthropic or responses, not {self.type!r}")
+        if self.key and not is_local(self.url) and not _is_variable(self.key):  # not shown: it probably is a key
             raise ValueError(
                 f"endpoint {self.name!r}: key must be the name of an environment variable, such as OPENAI_API_KEY"
             )
@@ -71,13 +69,13 @@ class Target:
         for bound in bounds:
             if bound is not None and (not isinstance(bound, int | float) or not bound > 0):
                 raise ValueError(
-                    f"endpoint {self.name!r}: down_after_s and max_reply_bytes are numbers above 0, not {bound!r}"
+                    f"endpoint {self.name!r}: down_after_s and max_reply_bytes must be numbers above 0, not {bound!r}"
                 )
         if unknown := set(self.prices) - {"prompt", "completion"}:
-            raise ValueError(f"endpoint {self.name!r}: unknown prices {sorted(unknown)}; give prompt and completion")
+            raise ValueError(f"endpoint {self.name!r}: unknown prices {sorted(unknown)}; use prompt and completion")
 
     def api_key(self) -> str | None:
-        """The key, read from the environment now. A server on a private address may do without."""
+        """The key, read from the environment now. Servers on private addresses do not need one."""
         if self.key.upper() in NO_KEY or not _is_variable(self.key):
             return None
         key = os.environ.get(self.key)
@@ -86,7 +84,7 @@ class Target:
         return key or None
 
     def client(self, *, max_retries: int | None = None, **bounds: float | int | None) -> Client:
-        """The HTTP client for this server; bounds that are given win over its own."""
+        """The HTTP client for this server; ``bounds`` override the entry's own."""
         own = {"down_after_s": self.down_after_s, "max_reply_bytes": self.max_reply_bytes}
         said = {name: value for name, value in bounds.items() if value is not None}
         bounds = {name: value for name, value in {**own, **said}.items() if value is not None}
@@ -101,7 +99,7 @@ class Target:
         )
 
     def entry(self) -> dict[str, Any]:
-        """The classic entry; fields beyond its three only where they were given."""
+        """The classic entry; fields beyond the classic three only if they were given."""
         entry: dict[str, Any] = {"model": self.model, "url": self.url, "key": self.key}
         if self.type != "openai":
             entry["type"] = self.type
@@ -116,14 +114,14 @@ class Target:
 
 
 def load_endpoints(endpoints_path: str | Path = FOLDER, *, execute: bool = False) -> Endpoints:
-    """The endpoints of a registry file, or of the one in a folder, by name; none where there is no file.
+    """The endpoints by name of a registry file, or of the one in a folder; empty if there is no file.
 
-    An entry has ``model``, ``url`` and ``key``; a name that occurs several times has ``replicas`` too, a list of all
-    its entries. A classic ``.py`` is read, not run; ``execute=True`` runs one that is more than a table.
+    An entry has ``model``, ``url`` and ``key``. A name that occurs several times also has ``replicas``, a list of all
+    its entries. A classic ``.py`` file is parsed, not executed; ``execute=True`` executes it.
     """
     path = _find(Path(endpoints_path))
     if path is None:
-        logger.warning("no endpoint registry at %s: names of models are used as they are", endpoints_path)
+        logger.warning("no endpoint registry at %s: model names are used as they are", endpoints_path)
         return {}
     registry: dict[str, list[dict[str, Any]]] = {}
     for name, entry in _entries(path, execute=execute):
@@ -136,9 +134,9 @@ def load_endpoints(endpoints_path: str | Path = FOLDER, *, execute: bool = False
 
 
 def resolve_endpoint(name: str, endpoints: str | Path | Mapping[str, Any] | None = None) -> tuple[Client, str]:
-    """The client and the model behind a name of the registry; any other name is a model of the default endpoint.
+    """The client and the model of a name in the registry; any other name is a model of the default endpoint.
 
-    ``endpoints`` is what `load_endpoints` gave, or where to load it from: by default ``configs/`` here.
+    ``endpoints`` is the result of `load_endpoints`, or the path to load it from (default: ``configs/``).
     """
     if endpoints is None:
         endpoints = load_endpoints() if _find(Path(FOLDER)) else {}
@@ -187,7 +185,7 @@ def _entries(path: Path, *, execute: bool) -> Iterable[tuple[str, Any]]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     if unknown := set(table) - {"endpoint"}:
-        raise ValueError(f"{path}: unknown {sorted(unknown)}; a registry has [[endpoint]] tables only")
+        raise ValueError(f"{path}: unknown {sorted(unknown)}; a registry only has [[endpoint]] tables")
     entries = []
     for number, entry in enumerate(table.get("endpoint", []), 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("endpoint_id"), str):

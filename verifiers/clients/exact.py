@@ -1,4 +1,4 @@
-"""Sampling arguments → the same, asking vLLM (or `vf serve`) for the ids and logprobs of every token."""
+"""Sampling arguments → the same arguments, plus those that request token ids and logprobs from vLLM or `vf serve`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verifiers.types import MessageType
 
 
 def exact_tokens(sampling: Mapping[str, Any] | None = None, *, message_type: MessageType = "chat") -> dict[str, Any]:
-    """The arguments with which a completion's ``tokens`` come out; what is already set in them stays.
+    """Arguments with which completions have ``tokens``; values that are already set are kept.
 
     >>> exact_tokens({"temperature": 0.7})
     {'temperature': 0.7, 'logprobs': True, 'extra_body': {'return_token_ids': True}}

@@ -18,16 +18,16 @@ from verifiers.clients.recording import record_completion
 from verifiers.errors import DeadlineError, ModelError, RequestRefusedError, wrap
 from verifiers.types import Usage
 
-START, END = 256, 257  # every byte is its own token; these two mark where a message begins and ends
+START, END = 256, 257  # each byte is a token; these two mark the start and the end of a message
 
 
 class FakeClient(OpenAILooks):
-    """A client that answers with ``reply``, and remembers what it was asked in ``.requests``.
+    """A client that answers with ``reply``, and keeps its requests in ``.requests``.
 
-    ``reply`` is a text, a message, a `Completion` or an error to raise; a function (sync or async) that gets the
-    messages, or the whole `Request` if its argument is called ``request``; a list of these, used in order and then
-    again; or a dict from the last user message to one of these. With ``tokens=True`` completions carry exact token
-    ids and log-probabilities, one token a byte.
+    ``reply`` is a text, a message, a `Completion` or an error to raise; a function (sync or async) of the messages, or
+    of the whole `Request` if its argument is called ``request``; a list of these, used in a cycle; or a dict from the
+    last user message to one of these. With ``tokens=True`` completions have exact token ids and log-probabilities, one
+    token per byte.
 
     >>> client = FakeClient(lambda messages: "4" if "2+2" in messages[-1]["content"] else "?")
     >>> client.chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}]).text
@@ -55,7 +55,7 @@ class FakeClient(OpenAILooks):
                 said = await self._say(self.reply, request)
         except TimeoutError as error:
             raise DeadlineError(f"the fake reply took longer than {request.timeout_s} s") from error
-        except BaseException as error:  # the reply function is the caller's own code
+        except BaseException as error:  # the reply function is the caller's code
             failure = wrap(calls.contained(error), ModelError, "the fake reply")
             raise failure from failure.__cause__
         completion = _counted(_as_completion(said, request), request, ids, with_tokens=self.tokens)
@@ -80,7 +80,7 @@ def _check(reply: Any) -> None:
     if isinstance(reply, Mapping) or hasattr(reply, "model_dump"):
         return
     if not isinstance(reply, Sequence):
-        raise TypeError(f"a reply is a text, a message, a function, a list or a dict of these; not {reply!r:.80}")
+        raise TypeError(f"a reply must be a text, a message, a function, or a list or dict of these, not {reply!r:.80}")
     if not reply:
         raise ValueError("a list of replies needs at least one")
     for item in reply:
@@ -88,7 +88,7 @@ def _check(reply: Any) -> None:
 
 
 def _read(request: Request) -> tuple[Request, list[int] | None]:
-    """The request with a prompt of text or messages, and the token ids that it was asked with, if it was."""
+    """The request with its prompt as text or messages, and the prompt's token ids if it was given as ids."""
     prompt: Any = request.prompt
     if isinstance(prompt, str):
         return request, None
@@ -98,12 +98,12 @@ def _read(request: Request) -> tuple[Request, list[int] | None]:
     if prompt and all(type(token) is int for token in prompt):
         if odd := [token for token in prompt if not 0 <= token <= END]:
             raise RequestRefusedError(
-                f"the prompt has the token {odd[0]}; a FakeClient's are bytes (0 to 255) and two marks ({START}, {END})"
+                f"the prompt has the token {odd[0]}; the tokens of a FakeClient are bytes (0 to 255), {START} and {END}"
             )
         return replace(request, prompt=decode_tokens(prompt)), prompt
     if odd := [item for item in prompt if item is None or isinstance(item, str | int | float | list)]:
         raise RequestRefusedError(
-            f"a prompt is one text, a list of token ids or a list of messages; this one holds {odd[0]!r:.80}"
+            f"a prompt must be a text, a list of token ids or a list of messages; this one contains {odd[0]!r:.80}"
         )
     return replace(request, prompt=prompt), None
 
@@ -142,7 +142,7 @@ def _as_completion(said: Any, request: Request) -> Completion:
     elif hasattr(said, "model_dump"):
         said = said.model_dump(exclude_none=True)
     if not isinstance(said, Mapping):
-        raise ModelError(f"a fake reply is a text, a message or a Completion, not {said!r:.80}")
+        raise ModelError(f"a fake reply must be a text, a message or a Completion, not {said!r:.80}")
     message = {"role": "assistant", "content": None, **said}
     finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
     return Completion(message=message, finish_reason=finish_reason, model=request.model)
@@ -161,11 +161,11 @@ def _counted(completion: Completion, request: Request, ids: list[int] | None, *,
     return replace(completion, usage=completion.usage or usage, tokens=tokens)
 
 
-# --- one token a byte ---------------------------------------------------------------------------------------------
+# --- one token per byte -------------------------------------------------------------------------------------------
 
 
 def encode_prompt(prompt: str | Sequence[Any]) -> list[int]:
-    """The token ids of a prompt: a string's bytes, or for each message a start, its role, its content and an end.
+    """The token ids of a prompt: a string's bytes, or for each message a start mark, role, content and an end mark.
 
     >>> encode_prompt("hi")
     [104, 105]

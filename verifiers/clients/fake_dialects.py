@@ -1,4 +1,4 @@
-"""What travels over HTTP ↔ requests and completions, in the three dialects that the fake server speaks."""
+"""HTTP bodies ↔ requests and completions, in the formats of the three APIs that the fake server supports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ids = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect:
-    """How one endpoint's bodies are read, its replies written, and its reply without content looks."""
+    """How one endpoint's bodies are read and its replies written, and its reply without content."""
 
     read: Callable[[Body], Request]
     write: Callable[[Completion, Request], Body]
@@ -213,7 +213,7 @@ DIALECTS = {
 
 
 def without_texts(value: Any) -> Any:
-    """A reply with null where its texts were, as proxies that lose something on the way give it.
+    """A reply with its texts replaced by null, as some faulty proxies return it.
 
     >>> without_texts({"message": {"role": "assistant", "content": "4"}})
     {'message': {'role': 'assistant', 'content': None}}
@@ -227,7 +227,7 @@ def without_texts(value: Any) -> Any:
 
 
 def dialect_of(path: str) -> Dialect | None:
-    """The dialect spoken at a path, by how the path ends.
+    """The dialect of an endpoint, by the end of its path.
 
     >>> dialect_of("/v1/chat/completions").empty["object"]
     'chat.completion'

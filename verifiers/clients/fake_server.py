@@ -1,4 +1,4 @@
-"""A reply → a real HTTP server on this machine that gives it, in three dialects, with seeded faults on request."""
+"""A reply → a real HTTP server on this machine that gives it, in the formats of three APIs, with optional faults."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verifiers.clients.server_access import lost_client
 from verifiers.clients.server_thread import ServerThread
 
 KINDS = ("rate_limit", "server_error", "reset", "slow", "broken_json", "empty")
-DAMAGE = ("bad_utf8", "null_content")  # a reply that reads like one, and is not what the model said
+DAMAGE = ("bad_utf8", "null_content")  # a reply that parses but is not the model's text
 ALL_KINDS = (*KINDS, *DAMAGE, "endless")
 
-# What a reply function raises, as the endpoint would say it: the fault, or a status and an error code.
+# How the endpoint reports an error that the reply function raises: as a fault, or as a status and an error code.
 _FAULT_OF: dict[type[errors.Error], str] = {
     errors.ConnectionFailedError: "reset",
     errors.BadReplyError: "broken_json",
@@ -39,7 +39,7 @@ _STATUS_OF: dict[type[errors.Error], tuple[int, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chaos:
-    """How often a request meets a fault, and which. The same seed and requests meet the same faults."""
+    """How often requests get a fault, and which. The same seed and requests give the same faults."""
 
     rate: float = 0.3
     kinds: tuple[str, ...] = KINDS
@@ -48,14 +48,14 @@ class Chaos:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate <= 1.0:
-            raise ValueError(f"rate is a share of requests between 0 and 1, not {self.rate}")
+            raise ValueError(f"rate must be a fraction of requests between 0 and 1, not {self.rate}")
         if unknown := set(self.kinds) - set(ALL_KINDS):
-            raise ValueError(f"unknown faults {sorted(unknown)}; there are {', '.join(ALL_KINDS)}")
+            raise ValueError(f"unknown faults {sorted(unknown)}; choose from {', '.join(ALL_KINDS)}")
         if not self.kinds:
             raise ValueError(f"kinds is empty; choose from {', '.join(ALL_KINDS)}")
 
     def fault(self, seed: int, body: bytes, attempt: int) -> str | None:
-        """The fault that the n-th arrival of a body meets, or None.
+        """The fault for the ``attempt``-th arrival of a body, or None.
 
         >>> Chaos(rate=1.0, kinds=("slow",)).fault(0, b"{}", 0)
         'slow'
@@ -68,7 +68,7 @@ class Chaos:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRequest:
-    """One request as it came in: for asserting on what a client really sends."""
+    """One request as received, for assertions on what a client really sends."""
 
     path: str
     headers: Mapping[str, str]
@@ -76,10 +76,10 @@ class ReceivedRequest:
 
 
 class FakeServer(ServerThread):
-    """A server on 127.0.0.1 that answers as `FakeClient` does; it runs in a thread of its own while the block lasts.
+    """A server on 127.0.0.1 that answers like `FakeClient`; it runs in its own thread within the block.
 
     ``server.url`` is the base URL for OpenAI's chat, completions, responses and models endpoints and for Anthropic's
-    messages. Every request is kept in ``server.requests``, injected faults are counted in ``server.faults``.
+    messages. All requests are kept in ``server.requests``; ``server.faults`` counts the injected faults.
 
     >>> with FakeServer("4") as server:
     ...     server.url.startswith("http://127.0.0.1:")
@@ -111,14 +111,14 @@ class FakeServer(ServerThread):
 
     @property
     def faults(self) -> int:
-        """How many faults were injected so far."""
+        """How many faults have been injected so far."""
         return self.fault_kinds.total()
 
     def make_runner(self) -> web.ServerRunner:
         server = web.Server(self._answer, access_log=None, keepalive_timeout=600.0)
         return web.ServerRunner(server, shutdown_timeout=0.01)
 
-    # --- its answers ----------------------------------------------------------------------------------------------
+    # --- replies --------------------------------------------------------------------------------------------------
 
     async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
         content = await http.read()
@@ -147,7 +147,7 @@ class FakeServer(ServerThread):
 
     async def _reply(self, http: web.BaseRequest, dialect: Dialect, body: Any, fault: str | None) -> web.StreamResponse:
         if body.get("stream") or body.get("n", 1) != 1:
-            return _error(400, "invalid_request", "the fake server gives one whole reply: no stream, no n")
+            return _error(400, "invalid_request", "the fake server gives one complete reply: leave out stream and n")
         try:
             request = dialect.read(body)
         except (KeyError, TypeError, AttributeError) as error:
@@ -173,10 +173,10 @@ class FakeServer(ServerThread):
         given = http.headers.get("x-api-key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.api_key is None or given == self.api_key:
             return None
-        # Real endpoints repeat the key in this message: a client must not pass it on.
+        # Real endpoints repeat the key in this message; a client must not show it.
         return _error(401, "invalid_api_key", f"Incorrect API key provided: {given}")
 
-    # --- its faults -----------------------------------------------------------------------------------------------
+    # --- faults ---------------------------------------------------------------------------------------------------
 
     def _next_fault(self, content: bytes) -> str | None:
         if self.chaos is None:
@@ -203,7 +203,7 @@ class FakeServer(ServerThread):
         return _bytes(written[: len(written) // 2] if fault == "broken_json" else written)
 
     async def _send_for_ever(self, http: web.BaseRequest) -> web.StreamResponse:
-        """A body that has no end: as much as the other side takes."""
+        """Send a body that never ends."""
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(http)
         await response.write(b'{"choices": [')
@@ -224,7 +224,7 @@ class FakeServer(ServerThread):
 
 
 def _reset(http: web.BaseRequest) -> web.Response:
-    """Drop the connection at once, as a crashed server does: the peer sees a reset, not an end."""
+    """Drop the connection like a crashed server: the peer sees a reset, not an end of stream."""
     if http.transport is not None:
         connection = http.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,4 +1,4 @@
-"""The Host header of a request → whether a server may be called by that name: DNS can point any name at any machine."""
+"""The Host header of a request → whether the server accepts it. This prevents DNS rebinding attacks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 
 def is_own_host(header: str, bound: str, names: Collection[str] = ()) -> bool:
-    """Is this Host header one that this server can be called by? A name that an attacker points here is not.
+    """Does this server accept this Host header? A name that an attacker's DNS points here is refused.
 
-    Addresses are, as no page has somebody else's; so are ``localhost``, the name that the server was bound to, the
-    ``names`` it was given and, where it listens to others, this machine's own name.
+    Accepted are ``localhost``, the name that the server is bound to, ``names``, and loopback addresses; if the server
+    listens beyond this machine, also any IP address (DNS cannot forge one) and this machine's host name.
 
     >>> is_own_host("127.0.0.1:8000", "127.0.0.1"), is_own_host("evil.example:8000", "127.0.0.1")
     (True, False)
@@ -34,7 +34,7 @@ def is_own_host(header: str, bound: str, names: Collection[str] = ()) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Does a server that is bound to this listen to its own machine only?
+    """Does a server that is bound to this address listen to its own machine only?
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
     (True, True, False)
@@ -46,9 +46,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_guarded(host: str, api_key: str | None, insecure: bool, *, can: str) -> None:
-    """Refuse to listen beyond this machine without a key, unless that is meant; ``can``: what anybody could do then."""
+    """Raise if a server would listen beyond this machine without a key; ``can``: what anybody could then do."""
     if not is_loopback(host) and api_key is None and not insecure:
         raise ValueError(
-            f"on {host or 'every address'} without an API key, whoever reaches this machine can {can}: set a key, or "
-            "say that this is meant (--insecure, insecure=True)"
+            f"on {host or 'every address'} without an API key, anyone who can reach this machine can {can}: set a key, "
+            "or allow this with --insecure (insecure=True)"
         )

@@ -21,10 +21,10 @@ class HTTPClient(RemoteClient):
     def _write(self, request: Request, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if request.message_type == "completion":
             if not isinstance(request.prompt, str) and any(isinstance(item, dict) for item in request.prompt):
-                raise RequestRefusedError("a completion's prompt is a string (or token ids); these are messages")
+                raise RequestRefusedError("the prompt of a completion must be a string or token ids, not messages")
             return "/completions", {"model": request.model, "prompt": request.prompt, **args}
         if isinstance(request.prompt, str):
-            raise RequestRefusedError("a chat's prompt is a list of messages; this is a string")
+            raise RequestRefusedError("the prompt of a chat must be a list of messages, not a string")
         if "max_tokens" in args:
             args.setdefault("max_completion_tokens", args["max_tokens"])
             del args["max_tokens"]

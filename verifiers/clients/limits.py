@@ -1,4 +1,4 @@
-"""One endpoint's overload signals → how many requests may be under way to it at once."""
+"""One endpoint's overload signals → how many requests may be in flight to it at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verifiers.errors import DeadlineError, EndpointDownError
 START = 2048
 CAP = 65536
 FIRST_SPACING_S, LONGEST_SPACING_S = 0.25, 30.0
-DOWN_FOR_S = 5.0  # how long a declaration holds; whoever asks later finds out anew
-GROWTH = 1 / 8  # of the limit in one round trip, after a complaint, but at least a half; before any it doubles
+DOWN_FOR_S = 5.0  # how long requests fail at once after an endpoint was declared down; later ones are sent again
+GROWTH = 1 / 8  # growth per success after the first overload (at least 0.5 / limit); before it, 1 per success
 
 
 class Limit:
-    """How many requests may be under way: more while the endpoint keeps up, half as many each time it complains.
+    """How many requests may be in flight. Grows while the endpoint keeps up; halves each time it reports overload.
 
-    Who does not fit waits in line. `enter` and `leave` cost nothing worth mentioning while nobody waits.
+    Requests above the limit queue. `enter` and `leave` cost next to nothing while the queue is empty.
 
     >>> limit = Limit(start=8)
     >>> [limit.try_enter() for _ in range(9)].count(True)
@@ -30,12 +30,12 @@ class Limit:
 
     def __init__(self, *, start: float = START, cap: float = CAP) -> None:
         if start < 1:
-            raise ValueError(f"a limit of {start} lets nothing through; give 1 or more")
+            raise ValueError(f"a limit must be 1 or more, not {start}")
         self.cap = max(1.0, float(cap))
         self.size = min(float(start), self.cap)
         self.in_flight = 0
         self.epoch = 0
-        self._has_complained = False
+        self._was_overloaded = False
         self._line: deque[asyncio.Future[None]] = deque()
         self._pause: asyncio.TimerHandle | None = None
         self._pause_end = 0.0
@@ -48,33 +48,33 @@ class Limit:
     # --- slots ----------------------------------------------------------------------------------------------------
 
     def try_enter(self) -> bool:
-        """Take a slot if one is free and nobody is in line for it."""
+        """Take a slot if one is free and no request is queued."""
         if self._line or self._pause is not None or self.in_flight + 1 > self.size:
             return False
         self.in_flight += 1
         return True
 
     async def enter(self, *, patience_s: float = 3600.0) -> None:
-        """Take a slot, waiting in line for it; gives up once nothing has succeeded here for ``patience_s``."""
+        """Take a slot, queueing for it. Raises `DeadlineError` if no request has succeeded here for ``patience_s``."""
         if self.try_enter():
             return
         loop = asyncio.get_running_loop()
         place: asyncio.Future[None] = loop.create_future()
         self._line.append(place)
-        self._admit()  # those in front may all have given up
+        self._admit()  # all waiters ahead may have given up
         patience = _Patience(self, place, patience_s, loop)
         try:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                # Admitted and cancelled in the same turn of the loop.
+                # Admitted and cancelled in the same iteration of the event loop.
                 self.leave()
             raise
         finally:
             patience.end()
 
     def leave(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         self.in_flight -= 1
         if self._line:
             self._admit()
@@ -89,19 +89,19 @@ class Limit:
     # --- signals --------------------------------------------------------------------------------------------------
 
     def succeeded(self, now: float) -> None:
-        """A request came back well: the limit may grow, if it is in the way at all."""
+        """A request succeeded: grow the limit if at least half of it is in use."""
         self._last_success = now
         self._spacing_s *= 0.8
         if self.size < self.cap and self.in_flight * 2 >= self.size:
-            gain = max(GROWTH, 0.5 / self.size) if self._has_complained else 1.0
+            gain = max(GROWTH, 0.5 / self.size) if self._was_overloaded else 1.0
             self.size = min(self.cap, self.size + gain)
             if self._line:
                 self._admit()
 
     def overloaded(self, epoch: int, retry_after_s: float | None = None) -> None:
-        """The endpoint complained about a request that entered in this ``epoch``: halve, once for all of its peers.
+        """The endpoint reported overload for a request that entered in this ``epoch``: halve the limit, once per epoch.
 
-        Where it said when to come back, nobody comes before, and the time left between requests stays of that order.
+        With ``retry_after_s``, no request enters before that, and it bounds the spacing between requests.
         """
         if retry_after_s:
             self.pause(retry_after_s)
@@ -109,24 +109,24 @@ class Limit:
             return
         self.epoch += 1
         busy = min(self.size, float(max(self.in_flight, 1)))
-        self._has_complained = True
-        if busy == 1.0:  # one at a time is still too much (so many a minute, say): leave time between them
+        self._was_overloaded = True
+        if busy == 1.0:  # even one at a time is too much (a limit per minute, say): leave time between requests
             longest_s = min(LONGEST_SPACING_S, max(1.0, 4 * retry_after_s)) if retry_after_s else LONGEST_SPACING_S
             self._spacing_s = min(max(2 * self._spacing_s, FIRST_SPACING_S), longest_s)
             self.pause(self._spacing_s)
         self.size = max(1.0, busy / 2)
 
-    # --- is anyone there at all? ----------------------------------------------------------------------------------
+    # --- is the endpoint down? ------------------------------------------------------------------------------------
 
     def note(self, is_refusal: bool, now: float) -> None:
-        """Remember since when the endpoint has refused everything (``now``: a clock of time in which we could ask)."""
+        """Record since when the endpoint has refused everything (``now``: of a clock that omits blocked time)."""
         if not is_refusal:
             self.refused_since = None
         elif self.refused_since is None:
             self.refused_since = now
 
     def check(self) -> None:
-        """Raise what was found out about the endpoint, if that was only just."""
+        """Raise `EndpointDownError` if the endpoint was declared down within the last `DOWN_FOR_S` seconds."""
         if self._down is not None:
             until, said = self._down
             if asyncio.get_running_loop().time() < until:
@@ -134,7 +134,7 @@ class Limit:
             self._down = None
 
     def declare_down(self, said: str) -> None:
-        """The endpoint is taken for down: whoever waits for it is told now, and so is whoever comes right after."""
+        """Declare the endpoint down: fail all waiting requests now, and new ones for `DOWN_FOR_S` seconds."""
         self._down = asyncio.get_running_loop().time() + DOWN_FOR_S, said
         self.refused_since = None
         waiting = [*self._line, *self._sleepers]
@@ -144,7 +144,7 @@ class Limit:
                 place.set_exception(EndpointDownError(said))
 
     async def sleep(self, seconds: float) -> None:
-        """Wait before asking again; ends at once where the endpoint is declared down meanwhile."""
+        """Wait before a retry; raises `EndpointDownError` as soon as the endpoint is declared down."""
         loop = asyncio.get_running_loop()
         place: asyncio.Future[None] = loop.create_future()
         timer = loop.call_later(seconds, _wake, place)
@@ -156,7 +156,7 @@ class Limit:
             self._sleepers.discard(place)
 
     def pause(self, seconds: float) -> None:
-        """Let nobody enter for that long (the endpoint said when to come back); pauses do not add up."""
+        """Admit no request for that long (the endpoint's Retry-After). Pauses do not add up."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         if self._pause is not None:
@@ -171,8 +171,8 @@ class Limit:
         self._admit()
 
     def expect(self, demand: int) -> None:
-        """Someone will want that many at once: before any complaint, the limit starts there."""
-        if not self._has_complained:
+        """Raise the limit to an expected ``demand``, unless the endpoint has already reported overload."""
+        if not self._was_overloaded:
             self.size = max(self.size, min(float(demand), self.cap))
 
 
@@ -182,7 +182,7 @@ def _wake(place: asyncio.Future[None]) -> None:
 
 
 class _Patience:
-    """Ends a wait in line when the line has not moved for too long."""
+    """Fails a queued request when the endpoint has not answered for too long."""
 
     __slots__ = ("_handle", "_limit", "_loop", "_place", "_seconds", "_since")
 
@@ -203,7 +203,7 @@ class _Patience:
         else:
             waited_s = now - self._since
             self._place.set_exception(
-                DeadlineError(f"waited {waited_s:.0f} s in line for the endpoint, which answered nothing meanwhile")
+                DeadlineError(f"waited {waited_s:.0f} s in the queue; the endpoint answered no request in that time")
             )
 
     def end(self) -> None:
@@ -211,9 +211,9 @@ class _Patience:
 
 
 def open_files_cap() -> int:
-    """How many connections this process may hold, leaving some open files for everything else.
+    """How many connections this process may open, leaving file descriptors for everything else.
 
-    The soft limit that a shell sets is often 1,024; a process may raise it up to the hard one by itself.
+    Raises the soft limit, which is often 1,024, up to `CAP` or the hard limit.
     """
     try:
         import resource
@@ -222,7 +222,7 @@ def open_files_cap() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CAP if hard == resource.RLIM_INFINITY else min(CAP, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # a system may have a lower bound of its own
+        with contextlib.suppress(ValueError, OSError):  # the system may have a lower bound
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return CAP if soft == resource.RLIM_INFINITY else max(16, min(CAP, soft - max(64, soft // 10)))

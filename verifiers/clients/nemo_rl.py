@@ -1,4 +1,4 @@
-"""The model server of NeMo Gym → a client: its replies carry token ids, and it wants them back with the next turn."""
+"""The model server of NeMo Gym → a client. Its replies contain token ids, which the next turn must send back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ REMEMBERED = 20_000
 
 
 class NeMoRLChatCompletionsClient(SDKClient):
-    """Hands every earlier reply's token ids back to the server, which then renders no reply of the model anew.
+    """Sends the token ids of earlier replies back to the server, so that it does not tokenize them again.
 
-    A reply is known again by the conversation that it ended; the latest 20,000 of them are kept.
+    A reply is found by the whole conversation up to it; the latest 20,000 are kept.
 
     >>> from verifiers.clients.fake import FakeClient
     >>> NeMoRLChatCompletionsClient(FakeClient("4")).base_url

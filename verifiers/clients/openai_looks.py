@@ -1,4 +1,4 @@
-"""Any client of ours, called the way OpenAI's objects are: hooks written for those work with it unchanged."""
+"""The call interface of OpenAI's client objects, so that hooks written for them work with our clients unchanged."""
 
 from __future__ import annotations
 

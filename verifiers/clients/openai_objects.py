@@ -1,4 +1,4 @@
-"""A completion → OpenAI's object for it, for code that asks a step's ``response`` for ``model_dump`` and the like."""
+"""A completion → OpenAI's object for it, for code that calls ``model_dump`` and the like on a step's ``response``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from verifiers.types import MessageType
 
 
 def as_openai(completion: Completion, message_type: MessageType = "chat") -> Any:
-    """OpenAI's ``ChatCompletion`` (or ``Completion``); without OpenAI's package, the completion as it is."""
+    """OpenAI's ``ChatCompletion`` (or ``Completion``); the completion itself if the openai package is missing."""
     raw = completion.raw
     if raw is not None and not isinstance(raw, dict):
-        return raw  # an SDK's own object
+        return raw  # already an SDK object
     try:
         from openai.types import Completion as TextCompletion
         from openai.types.chat import ChatCompletion
@@ -23,7 +23,7 @@ def as_openai(completion: Completion, message_type: MessageType = "chat") -> Any
 
 
 def fields_of(completion: Completion, message_type: MessageType) -> dict[str, Any]:
-    """A completion in the words of OpenAI's endpoints."""
+    """The fields of a completion in the format of OpenAI's endpoints."""
     raw = completion.raw if isinstance(completion.raw, dict) else {}
     usage = completion.usage
     counted = usage and {
@@ -47,7 +47,7 @@ def fields_of(completion: Completion, message_type: MessageType) -> dict[str, An
 
 
 class Step(dict[str, Any]):
-    """A step of a trajectory whose ``response`` becomes OpenAI's object when somebody looks at it, and not before.
+    """A trajectory step whose ``response`` is converted to OpenAI's object on first access.
 
     >>> step = Step(response=Completion(message={"role": "assistant", "content": "4"}))
     >>> step["response"].model_dump()["choices"][0]["message"]["content"]

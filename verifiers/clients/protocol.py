@@ -1,4 +1,4 @@
-"""The one seam to a model: a request becomes a completion with its message, tokens, usage and finish reason."""
+"""The client protocol: a request → a completion with its message, tokens, usage and finish reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.types import ChatMessage, MessageType, Usage, VersionSpan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is asked of a model. ``prompt`` is messages for a chat, a string for a completion."""
+    """A request to a model. ``prompt`` is messages for a chat, a string for a completion."""
 
     model: str
     prompt: str | list[ChatMessage]
@@ -25,8 +25,8 @@ class Request:
 class Tokens:
     """Ids and sampling logprobs of one reply, exactly as the engine produced them.
 
-    ``sampling`` is how they were drawn: as the engine recorded it, or ``{"asked": the request's arguments}``.
-    ``weight_versions`` says which version of the weights each of them was sampled from, where the engine does.
+    ``sampling`` has the sampling arguments that the engine reported, or ``{"asked": the request's arguments}``.
+    ``weight_versions`` has the version of the weights that sampled each token, if the engine reports it.
     """
 
     prompt_ids: list[int]
@@ -41,7 +41,7 @@ class Tokens:
 
 
 class View(dict[str, Any]):
-    """A decoded JSON object whose keys read as attributes too, all the way down.
+    """A decoded JSON object whose keys, at every level, are attributes as well.
 
     >>> View({"choices": [{"message": {"content": "4"}}]}).choices[0].message.content
     '4'
@@ -65,9 +65,9 @@ def _view(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One reply: what our code reads, and (by ``raw``) what the endpoint said.
+    """One reply, parsed; ``raw`` is the endpoint's own response.
 
-    It also reads like OpenAI's object: ``completion.choices[0].message.content``.
+    It also has the attributes of OpenAI's object: ``completion.choices[0].message.content``.
 
     >>> Completion(message={"role": "assistant", "content": "4"}).choices[0].message.content
     '4'
@@ -97,7 +97,7 @@ class Completion:
         return [View({**choice, "finish_reason": self.finish_reason, "logprobs": None})]
 
     def model_dump(self, **given: Any) -> dict[str, Any]:
-        """Plain data in the shape of a chat completion, as OpenAI's objects give it."""
+        """Plain data in the shape of a chat completion, like ``model_dump`` of OpenAI's objects."""
         if isinstance(self.raw, dict) and "choices" in self.raw:
             return dict(self.raw)
         if callable(dump := getattr(self.raw, "model_dump", None)) and isinstance(dumped := dump(**given), dict):
@@ -117,6 +117,6 @@ class Completion:
 
 @runtime_checkable
 class Client(Protocol):
-    """Anything that answers requests. Errors it raises are `verifiers.errors.Error`s."""
+    """Anything that completes requests. The errors it raises are `verifiers.errors.Error`s."""
 
     async def complete(self, request: Request) -> Completion: ...

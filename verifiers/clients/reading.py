@@ -27,7 +27,7 @@ _OVERLONG = re.compile(
 
 
 def is_overlong(text: str) -> bool:
-    """Does this refusal say that the conversation does not fit into the model's context?
+    """Does this error message say that the conversation exceeds the model's context?
 
     >>> is_overlong("This model's maximum context length is 4096 tokens. However, you requested 5000 tokens")
     True
@@ -38,7 +38,7 @@ def is_overlong(text: str) -> bool:
 
 
 def read_response(response: Any, message_type: MessageType = "chat", *, prices: Prices | None = None) -> Completion:
-    """Read the first choice of a response. What is missing, or is a mock's made-up attribute, stays out.
+    """Read the first choice of a response. Missing fields, and the auto-created attributes of mocks, are left out.
 
     >>> reply = {"choices": [{"message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}]}
     >>> read_response(reply).text
@@ -71,24 +71,24 @@ def read_response(response: Any, message_type: MessageType = "chat", *, prices: 
 
 
 def field(source: Any, name: str) -> Any:
-    """A key of a dict or an attribute of an object; None when it is not there."""
+    """A key of a dict or an attribute of an object; None if it is missing."""
     return source.get(name) if isinstance(source, dict) else getattr(source, name, None)
 
 
 def _shaped(source: Any, what: str) -> Any:
     if isinstance(source, (str, int, float, list)):
-        raise BadReplyError(f"a {what} that is a {type(source).__name__}")
+        raise BadReplyError(f"the {what} is a {type(source).__name__}, not an object")
     return source
 
 
-# What a reply may consist of when it has no content.
+# Fields that a reply without content may have instead.
 _INSTEAD = frozenset(
     ("tool_calls", "function_call", "refusal", "audio", "images", "reasoning", "reasoning_content", "reasoning_details")
 )
 
 
 def _check_content(holder: Any, content: Any, response: Any, choice: Any) -> None:
-    """A text that was paid for and is not there was lost on the way: that is no empty answer."""
+    """Raise if completion tokens were billed but the text is missing: it was lost, which is not an empty answer."""
     if content is not None:
         if isinstance(holder, dict) and not isinstance(content, (str, list)):
             raise BadReplyError(f"the content of the reply is a {type(content).__name__}")
@@ -97,11 +97,11 @@ def _check_content(holder: Any, content: Any, response: Any, choice: Any) -> Non
         return
     tokens = _spent(field(response, "usage"))
     if tokens > 0:
-        raise BadReplyError(f"the reply has no content, though it took {tokens} tokens")
+        raise BadReplyError(f"the reply has no content, although its usage counts {tokens} tokens")
 
 
 def _spent(usage: Any) -> int:
-    """The tokens of a reply that must have become text; those of a hidden chain of thought need not."""
+    """The completion tokens that must appear as text, which excludes hidden reasoning tokens."""
     completion = field(usage, "completion_tokens")
     hidden = field(field(usage, "completion_tokens_details"), "reasoning_tokens")
     if not isinstance(completion, int):
@@ -111,8 +111,8 @@ def _spent(usage: Any) -> int:
 
 def _nothing(response: Any) -> str:
     if response is None:
-        return "the endpoint answered with nothing at all"
-    return "the endpoint answered with no choices"
+        return "the endpoint's reply is empty"
+    return "the endpoint's reply has no choices"
 
 
 # --- the message --------------------------------------------------------------------------------------------------
@@ -122,14 +122,14 @@ _EXTRAS = ("refusal", "name", "reasoning_content")
 
 
 def read_message(source: Any) -> ChatMessage:
-    """A message as a plain dict: role, content, tool calls, reasoning, and whatever else is text."""
+    """A message as a plain dict: role, content, tool calls, reasoning, and any other text fields."""
     content, calls = field(source, "content"), field(source, "tool_calls")
-    message: ChatMessage = {"role": "assistant"}  # it is the reply, whatever its server calls it
+    message: ChatMessage = {"role": "assistant"}  # it is the reply, whatever role the server reports
     tool_calls = [_tool_call(call, i) for i, call in enumerate(calls)] if isinstance(calls, (list, tuple)) else []
     if isinstance(content, (str, list)):
         message["content"] = content
     else:
-        message["content"] = None if tool_calls else ""  # endpoints refuse null content where no tool is called
+        message["content"] = None if tool_calls else ""  # endpoints refuse null content without tool calls
     if tool_calls:
         message["tool_calls"] = tool_calls
     for name, value in _extras(source):
@@ -178,7 +178,7 @@ def _plain(call: Any) -> dict[str, Any]:
 
 
 def read_usage(source: Any, prices: Prices | None = None) -> Usage | None:
-    """Tokens used, priced where prices (US dollars for a million) are given.
+    """Token counts, with their cost if prices (US dollars per million tokens) are given.
 
     >>> read_usage({"prompt_tokens": 1000, "completion_tokens": 500}, {"prompt": 2.0, "completion": 8.0}).cost_usd
     0.006
@@ -197,7 +197,7 @@ def read_usage(source: Any, prices: Prices | None = None) -> Usage | None:
 
 
 def read_tokens(response: Any, choice: Any) -> Tokens | None:
-    """Ids and sampling logprobs, when the engine gave all of them."""
+    """Token ids and sampling logprobs, if the engine reported all of them."""
     if (in_message := _read_nemo_tokens(field(choice, "message"))) is not None:
         return in_message
     logprobs = field(choice, "logprobs")
@@ -215,7 +215,7 @@ def read_tokens(response: Any, choice: Any) -> Tokens | None:
         return None
     if len(completion_ids) != len(values):
         raise BadReplyError(f"the reply has {len(completion_ids)} token ids but {len(values)} logprobs")
-    drawn = field(response, "sampling")  # our own engine says how it drew
+    drawn = field(response, "sampling")  # our own engine reports its sampling arguments
     sampling = drawn if isinstance(drawn, dict) else None
     return Tokens(
         prompt_ids=prompt_ids,
@@ -227,7 +227,7 @@ def read_tokens(response: Any, choice: Any) -> Tokens | None:
 
 
 def _version_spans(spans: Any, tokens: int) -> tuple[VersionSpan, ...]:
-    """Which weights each token is from, as our engine says it, and vLLM where `vf-vllm` started it."""
+    """Which weights sampled each token, as reported by our engine and by vLLM under `vf-vllm`."""
     if spans is None or spans == []:
         return ()
     found = [[field(one, name) for name in VersionSpan._fields] for one in spans] if isinstance(spans, list) else []
@@ -239,13 +239,11 @@ def _version_spans(spans: Any, tokens: int) -> tuple[VersionSpan, ...]:
     else:
         if end == tokens:
             return tuple(VersionSpan(*one) for one in found)
-    raise BadReplyError(
-        f"weight_versions of the reply do not say what made each of its {tokens} tokens: {spans!r:.200}"
-    )
+    raise BadReplyError(f"weight_versions of the reply do not cover each of its {tokens} tokens once: {spans!r:.200}")
 
 
 def _read_nemo_tokens(message: Any) -> Tokens | None:
-    """The model server of NeMo Gym writes them into the message."""
+    """Tokens in the message itself, where the model server of NeMo Gym puts them."""
     completion_ids = _ids(field(message, "generation_token_ids"))
     prompt_ids, logprobs = _ids(field(message, "prompt_token_ids")), field(message, "generation_log_probs")
     if completion_ids is None or prompt_ids is None or not isinstance(logprobs, list):
@@ -256,7 +254,7 @@ def _read_nemo_tokens(message: Any) -> Tokens | None:
 
 
 def _logprob_lists(logprobs: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Of a chat: its entries; of a completion: its token texts; of both: the logprobs."""
+    """The entries (of a chat), the token texts (of a completion), and the logprobs (of both)."""
     entries = field(logprobs, "content")
     if isinstance(entries, list):
         return entries, [], [field(entry, "logprob") for entry in entries]
@@ -271,7 +269,7 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def _ids_in_text(texts: list[Any]) -> list[int] | None:
-    """The ids of tokens spelled ``token_id:N``, as vLLM does with ``return_tokens_as_token_ids``."""
+    """The ids of tokens written as ``token_id:N``, as vLLM does with ``return_tokens_as_token_ids``."""
     if not texts or not isinstance(texts[0], str) or not texts[0].startswith("token_id:"):
         return None
     try:

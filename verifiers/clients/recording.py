@@ -1,4 +1,4 @@
-"""The calls of a model that a rollout makes, whoever makes them → a list with the exact tokens of each reply."""
+"""The model calls made during a rollout → a list with the exact tokens of each reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifiers.types import ChatMessage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallReply:
-    """One of the replies to a call, with its tokens where they are known."""
+    """One of the replies to a call, with its tokens if they are known."""
 
     message: ChatMessage
     tokens: Tokens | None
@@ -36,25 +36,25 @@ _recording: ContextVar[tuple[list[ModelCall], ...]] = ContextVar("recorded_calls
 
 @contextmanager
 def recorded_calls() -> Iterator[list[ModelCall]]:
-    """The calls that are made while this lasts, here, in tasks begun here, and in sync hooks that the library calls.
+    """Collect the calls made within this block: here, in tasks started here, and in sync hooks that the library calls.
 
-    A thread that somebody starts by hand knows nothing of this: its calls are not seen.
+    Calls from threads that user code starts itself are not recorded.
     """
-    made: list[ModelCall] = []
-    before = _recording.set((*_recording.get(), made))
+    recorded: list[ModelCall] = []
+    before = _recording.set((*_recording.get(), recorded))
     try:
-        yield made
+        yield recorded
     finally:
         _recording.reset(before)
 
 
 def is_recording() -> bool:
-    """Does anybody want to know of calls?"""
+    """Is this inside a `recorded_calls` block?"""
     return bool(_recording.get())
 
 
 def record(client: Any, request: Request, replies: Sequence[CallReply]) -> None:
-    """Note a call that was answered; a list of messages that the caller goes on with is copied as it is now."""
+    """Record a completed call. The list of messages is copied, because the caller may append to it."""
     prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
     call = ModelCall(client=client, request=replace(request, prompt=prompt), replies=replies)
     for calls in _recording.get():
@@ -62,7 +62,7 @@ def record(client: Any, request: Request, replies: Sequence[CallReply]) -> None:
 
 
 def record_completion(client: Any, request: Request, completion: Completion) -> Completion:
-    """Note the call that gave a completion, all of its choices; gives the completion back."""
+    """Record the call of a completion with all its choices; returns the completion."""
     if _recording.get():
         record(client, request, replies_of(request, completion))
     return completion
@@ -84,7 +84,7 @@ def _read(response: dict[str, Any], choice: dict[str, Any], request: Request) ->
 
 
 def is_asked_through(client: Any, asked: Any, depth: int = 3) -> bool:
-    """Is a client the one that was asked, or an object of somebody's own that holds it?
+    """Is ``client`` the one that was called, or a wrapper that holds it?
 
     >>> class Logged:
     ...     def __init__(self, inner): self.inner = inner

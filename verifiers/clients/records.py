@@ -1,4 +1,4 @@
-"""Requests and completions ↔ JSON: one canonical key for each request, and a record that gives the completion back."""
+"""Requests and completions ↔ JSON: a canonical key for each request, and a lossless record of each completion."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.types import Usage, VersionSpan
 
-# They change how a request travels, never what it asks; and they are where keys are found.
+# These change how a request is sent, not its content, and they may contain API keys.
 UNRECORDED = frozenset(("extra_headers", "headers", "api_key", "timeout"))
 
 
 def request_record(request: Request) -> dict[str, Any]:
-    """Everything a request asks for, as plain JSON values; no headers and no keys.
+    """The content of a request as plain JSON values, without headers and API keys.
 
     >>> request_record(Request(model="m", prompt="2+2=", sampling={"temperature": 0.0, "stop": None}))["sampling"]
     {'temperature': 0}
@@ -40,7 +40,7 @@ def request_record(request: Request) -> dict[str, Any]:
 
 
 def record_key(record: dict[str, Any], *, salt: str = "") -> str:
-    """The same key for the same request, whatever the order of its fields.
+    """A hash of a request record that does not depend on the order of its fields.
 
     >>> record_key({"a": 1, "b": 2}) == record_key({"b": 2, "a": 1})
     True
@@ -49,7 +49,7 @@ def record_key(record: dict[str, Any], *, salt: str = "") -> str:
 
 
 def completion_record(completion: Completion) -> dict[str, Any]:
-    """A completion as plain JSON values; `read_completion` is the way back."""
+    """A completion as plain JSON values; `read_completion` reverses this."""
     tokens, usage = completion.tokens, completion.usage
     record: dict[str, Any] = {
         "message": completion.message,
@@ -76,7 +76,7 @@ def completion_record(completion: Completion) -> dict[str, Any]:
 
 
 def read_completion(record: dict[str, Any]) -> Completion:
-    """The completion that was recorded. A record of another shape is a ``ValueError``."""
+    """The recorded completion. Raises ``ValueError`` if the record has a different shape."""
     try:
         tokens, usage = record.get("tokens"), record.get("usage")
         return Completion(
@@ -102,7 +102,7 @@ def _read_tokens(tokens: dict[str, Any]) -> Tokens:
 
 
 def _raw(raw: Any) -> Any:
-    """What the endpoint said, where it can be written down; an object that is not JSON is left out."""
+    """The endpoint's raw reply as JSON values; None if it is not a JSON object."""
     dump = getattr(raw, "model_dump", None)
     dumped = dump() if callable(dump) else raw
     try:
@@ -112,7 +112,7 @@ def _raw(raw: Any) -> Any:
 
 
 def write_json(value: Any) -> bytes:
-    """One line of JSON with its keys in order; half a surrogate pair, which models do produce, is kept as an escape.
+    """One line of JSON with sorted keys. A lone surrogate, which models do produce, is kept as an escape.
 
     >>> read_json(write_json({"content": "\\ud83d"}))
     {'content': '\\ud83d'}
@@ -124,7 +124,7 @@ def write_json(value: Any) -> bytes:
 
 
 def read_json(line: bytes) -> Any:
-    """The value in a line of JSON; raises ValueError when it holds none."""
+    """The value of a line of JSON; raises ValueError if it is not JSON."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -132,7 +132,7 @@ def read_json(line: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """JSON values only: SDK objects become dicts, arrays become lists, and what is neither is an error.
+    """Convert to JSON values: SDK objects become dicts, arrays become lists; anything else raises TypeError.
 
     >>> plain({"content": ("a", 1.5)})
     {'content': ['a', 1.5]}

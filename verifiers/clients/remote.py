@@ -1,4 +1,4 @@
-"""A request → a completion from a remote endpoint: one attempt after another until one works or none will."""
+"""A request → a completion from a remote endpoint, with retries."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _READ_CHARS = 65536  # of an error's body
 
 
 class RemoteClient(OpenAILooks):
-    """What every client over HTTP does; each says how it writes a request (`_write`) and reads a reply (`_read`).
+    """Base class of the HTTP clients. A subclass writes requests (`_write`) and reads replies (`_read`).
 
-    ``timeout_s`` bounds one attempt, ``max_concurrent`` the requests of this client (the endpoint's own limit adapts by
-    itself), ``prices`` are US dollars for a million ``prompt`` and ``completion`` tokens. An endpoint that has refused
-    everything for ``down_after_s`` is taken for down. A reply longer than ``max_reply_bytes`` is not read to its end.
+    ``timeout_s`` bounds one attempt. ``max_concurrent`` bounds the requests in flight, in addition to the endpoint's
+    adaptive limit. ``prices`` are US dollars per million ``prompt`` and ``completion`` tokens. An endpoint that refuses
+    everything for ``down_after_s`` counts as down. A reply longer than ``max_reply_bytes`` is not read to its end.
     """
 
     default_base_url: ClassVar[str] = "https://api.openai.com/v1"
-    key_variable: ClassVar[str] = "OPENAI_API_KEY"  # read only for the default endpoint: never sent to a stranger
+    key_variable: ClassVar[str] = "OPENAI_API_KEY"  # read only for the default endpoint: never sent elsewhere
     backoff: Backoff = Backoff()
 
     def __init__(
@@ -101,7 +101,7 @@ class RemoteClient(OpenAILooks):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
 
-    # --- what a dialect says --------------------------------------------------------------------------------------
+    # --- what a subclass defines ----------------------------------------------------------------------------------
 
     def _auth(self, api_key: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {api_key}"}
@@ -110,7 +110,7 @@ class RemoteClient(OpenAILooks):
         return {}
 
     def _write(self, request: Request, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The path and the body of a request; ``args`` are its sampling arguments, to keep."""
+        """The path and the body of a request. ``args`` is a copy of its sampling arguments that may be modified."""
         raise NotImplementedError
 
     def _read(self, reply: dict[str, Any], request: Request) -> Completion:
@@ -119,7 +119,7 @@ class RemoteClient(OpenAILooks):
     # --- the attempts ---------------------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Completion:
-        """Ask until a completion comes back; raises a `verifiers.errors.Error` when none will."""
+        """Send the request, with retries; raises a `verifiers.errors.Error` when they are exhausted or pointless."""
         call = self._call(request)
         pool = await _pools.get()
         read = partial(self._outcome, request)
@@ -142,7 +142,7 @@ class RemoteClient(OpenAILooks):
         raise outcome.error(f"{self._say(outcome, call)}{times} (POST {self._shown(call.url, call)})")
 
     async def _attempt(self, pool: Pool, call: Call, read: Any, model: str) -> Completion | Failure:
-        """One attempt, once it is known (or not yet known) that the key and the model are good for anything."""
+        """One attempt, unless the endpoint is known to refuse the key or the model."""
         access = pool.access(self.base_url, self.api_key, model)
         await access.enter()
         outcome: Completion | Failure | None = None
@@ -163,8 +163,8 @@ class RemoteClient(OpenAILooks):
         refused_s = deadlines.current().clock.now() - limit.refused_since
         if refused_s >= self.down_after_s:
             where = self._shown(hide_in_url(self.base_url), call)
-            said = f"{where} refused everything for {self.down_after_s:g} s and is taken for down"
-            limit.declare_down(f"{said}; the last it said: {self._say(outcome, call)}")
+            said = f"{where} has refused everything for {self.down_after_s:g} s and counts as down"
+            limit.declare_down(f"{said}; its last error: {self._say(outcome, call)}")
             limit.check()
 
     def _outcome(self, request: Request, reply: Reply) -> Completion | Failure:
@@ -182,10 +182,10 @@ class RemoteClient(OpenAILooks):
             return self._read(value, request)
         except (EmptyModelResponseError, BadReplyError, ServerError) as error:
             return Failure(error=type(error), text=f"{error}: {_text(reply.body)}")
-        except (AttributeError, KeyError, TypeError, ValueError):  # JSON, but of no shape that we know
+        except (AttributeError, KeyError, TypeError, ValueError):  # JSON of an unknown shape
             return bad_reply(reply.status, _text(reply.body))
 
-    # --- what is sent ---------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def _call(self, request: Request) -> Call:
         args = wire.checked(request.sampling)
@@ -232,7 +232,7 @@ class RemoteClient(OpenAILooks):
             raise RequestRefusedError(f"a timeout must be a number of seconds, not {stated[-1]!r}")
         return float(min(stated))
 
-    # --- what may be said -----------------------------------------------------------------------------------------
+    # --- messages without secrets ---------------------------------------------------------------------------------
 
     def _shown(self, text: str, call: Call) -> str:
         keys = [*call.secrets, *secrets_in(self.headers, [self.base_url])]

@@ -1,4 +1,4 @@
-"""Several clients for one model → one: each request goes to the least busy, and on to the next if that one is down."""
+"""Several clients for one model → one client: a request goes to the least busy, or the next one if that is down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifiers.errors import (
 )
 
 ROUNDS = 2
-REST_S = 10.0  # how long a replica that failed is passed over while another one is up
+REST_S = 10.0  # how long a failed replica is avoided while another one is up
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +31,9 @@ class _Replica:
 
 
 class ReplicaClient:
-    """Spreads requests over replicas by load; one that is down is passed over for a while.
+    """Distributes requests over replicas by load; a failed replica is avoided for a while.
 
-    ``models`` are the names under which the replicas know the model, where these differ.
+    ``models`` are the replicas' names for the model, if they differ.
     """
 
     def __init__(self, clients: Sequence[Client], *, models: Sequence[str] | None = None) -> None:
@@ -52,7 +52,7 @@ class ReplicaClient:
 
     @property
     def api_keys(self) -> list[str]:
-        """The keys of all replicas: for leaving them out of what is written."""
+        """The keys of all replicas, so that they can be redacted."""
         keys = [getattr(replica.client, "api_key", None) for replica in self._replicas]
         return [key for key in keys if isinstance(key, str) and key]
 

@@ -1,4 +1,4 @@
-"""Whatever a user hands in as ``client`` → a client, the same one each time the same thing is handed in."""
+"""The user's ``client`` argument → a client; the same argument always gives the same client."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NO_LIMIT_S = 86_400.0
 SDK_DEFAULT_RETRIES = 2
 OUR_DEFAULT_RETRIES = 8
 
-# An SDKClient holds the object it calls, so an id in here cannot be that of another object.
+# An SDKClient keeps its object alive, so an id in here cannot be reused by another object.
 _called: WeakValueDictionary[int, SDKClient] = WeakValueDictionary()
 
 
 def as_client(value: Any = None, model: Any = None) -> Client:
-    """A client for what the caller has: one of ours, an SDK object, a model, a configuration, a URL, or nothing.
+    """A client from one of our clients, an SDK object, a model, a configuration, a URL, or None.
 
-    Nothing means the endpoint that ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` name. The same object, or the same
-    settings, give the same client, so that one endpoint has one limit.
+    None means the endpoint that ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` set. The same object or the same settings
+    give the same client, so that one endpoint has one limit.
 
     >>> as_client("http://localhost:8000/v1") is as_client("http://localhost:8000/v1")
     True
@@ -50,13 +50,13 @@ def as_client(value: Any = None, model: Any = None) -> Client:
     if callable(getattr(value, "generate", None)) and hasattr(value, "config"):
         return _from_model(value, model)
     raise TypeError(
-        f"a {type(value).__name__} is no client: give an OpenAI or AsyncOpenAI object, anything else with "
-        ".chat.completions.create, one of our clients, a ClientConfig, a URL, or nothing"
+        f"a {type(value).__name__} is not a client: pass an OpenAI or AsyncOpenAI object, another object with "
+        ".chat.completions.create, one of our clients, a ClientConfig, a URL, or None"
     )
 
 
 def server_of(value: Any) -> str | int:
-    """What tells the server behind a client from others: its address without secrets; else the object's identity.
+    """What identifies the server behind a client: its URL without secrets, or else the object's id.
 
     >>> server_of("http://me:pass99@localhost:8000/v1/")
     'http://me:[hidden]@localhost:8000/v1'
@@ -72,7 +72,7 @@ def server_of(value: Any) -> str | int:
 
 
 def _is_ours(value: Any) -> bool:
-    if _is_mock(value):  # a bare mock has every attribute, so only what it was made to look like counts
+    if _is_mock(value):  # a bare mock has every attribute, so only its spec counts
         return hasattr(getattr(value, "_spec_class", None), "complete")
     return callable(getattr(value, "complete", None))
 
@@ -97,7 +97,7 @@ def _from_model(value: Any, name: Any) -> Client:
         engine = importlib.import_module("verifiers.engine")
     except ImportError as error:
         raise ImportError(
-            f"a {type(value).__name__} in this process needs the local engine: pip install 'verifiers[local]'"
+            f"a {type(value).__name__} in this process needs the local engine: run pip install 'verifiers[local]'"
         ) from error
     client: Client = engine.as_client(value, model=name)
     return client
@@ -123,7 +123,7 @@ def http_client(
 
     ``bounds`` are ``down_after_s`` and ``max_reply_bytes``.
     """
-    # Imported here, because aiohttp takes longer to import than all the rest.
+    # Imported here, because aiohttp is slow to import.
     from verifiers.clients.anthropic import AnthropicClient
     from verifiers.clients.http import HTTPClient
     from verifiers.clients.responses import ResponsesClient
@@ -146,8 +146,8 @@ def _from_environment() -> Client:
     api_key = os.environ.get("OPENAI_API_KEY") or None
     if api_key is None and is_openai(base_url):
         raise ValueError(
-            "no client was given and OPENAI_API_KEY is not set: set it, or set OPENAI_BASE_URL to a server of your "
-            "own, or pass client= (vf.FakeClient(...) needs no server)"
+            "no client was given and OPENAI_API_KEY is not set: set it, or set OPENAI_BASE_URL to your own server, "
+            "or pass client= (vf.FakeClient(...) needs no server)"
         )
     return http_client("openai", base_url, api_key)
 
@@ -156,15 +156,15 @@ def _from_url(url: str) -> Client:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise TypeError(
-            f"client={hide_in_url(url)!r} is no URL such as http://localhost:8000/v1; a model's name goes into model="
+            f"client={hide_in_url(url)!r} is not a URL like http://localhost:8000/v1; pass a model's name as model="
         )
     trusted = {urlsplit(OPENAI_URL).netloc, urlsplit(os.environ.get("OPENAI_BASE_URL", "")).netloc}
-    api_key = os.environ.get("OPENAI_API_KEY") if parts.netloc in trusted else None  # never to a stranger
+    api_key = os.environ.get("OPENAI_API_KEY") if parts.netloc in trusted else None  # never sent to other hosts
     return http_client("openai", url, api_key or None)
 
 
 def from_config(config: ClientConfig) -> Client:
-    """The client that a classic ``ClientConfig`` describes; its key is read from the environment now."""
+    """The client that a classic ``ClientConfig`` describes; the key is read from the environment now."""
     api_key = os.environ.get(config.api_key_var) or None
     if api_key is None and is_openai(config.api_base_url):
         raise ValueError(f"the environment variable {config.api_key_var} is not set; {config.api_base_url} needs a key")
@@ -184,7 +184,7 @@ def is_openai(url: str) -> bool:
     return urlsplit(url).hostname == urlsplit(OPENAI_URL).hostname
 
 
-# --- an SDK object that does nothing our own client would not do --------------------------------------------------
+# --- SDK objects that our own HTTP client can replace -------------------------------------------------------------
 
 
 _SDKS = {
@@ -193,7 +193,7 @@ _SDKS = {
     ("anthropic", "Anthropic"): "anthropic",
     ("anthropic", "AsyncAnthropic"): "anthropic",
 }
-# Set, each of these makes the SDK do something that our client does not know of.
+# If one of these is set, the SDK does something that our client does not support.
 _SPECIAL = (
     "_api_key_provider",
     "_custom_query",
@@ -210,7 +210,7 @@ _SPECIAL = (
 def plain_sdk(value: Any) -> str | None:
     """``openai`` or ``anthropic`` for an SDK's own client object on its default transport; None for anything else.
 
-    Nothing is imported to find out: an object of a class can only exist where its module was imported.
+    This imports nothing: an object of a class only exists if its module is already imported.
     """
     cls = type(value)
     kind = _SDKS.get((cls.__module__, cls.__name__))
@@ -234,7 +234,7 @@ def _is_default_transport(http: Any) -> bool:
         return False
     try:
         transport = http._transport
-        is_direct = http._transport_for_url(http.base_url) is transport  # a proxy would be another one
+        is_direct = http._transport_for_url(http.base_url) is transport  # a proxy would have its own transport
         is_bare = http.auth is None and not any(http.event_hooks.values()) and not len(http.cookies)
     except AttributeError:
         return False
@@ -245,7 +245,7 @@ def _is_default_transport(http: Any) -> bool:
 
 
 def _is_original(holder: Any, name: str) -> bool:
-    """Is this method the one its class came with? Instruments and test doubles put their own in its place."""
+    """Is this method defined by its class's own package? Instrumentation and test doubles replace methods."""
     if name in getattr(holder, "__dict__", ()):
         return False
     for cls in type(holder).__mro__:
@@ -270,7 +270,7 @@ def _from_plain_sdk(value: Any, kind: str) -> Client:
         value.api_key or None,
         headers=tuple(headers.items()),
         timeout_s=_seconds(value.timeout),
-        # Two is what an SDK object has when nobody chose; a run of thousands of requests needs more patience.
+        # 2 is the SDK's default, so probably not chosen; a run of thousands of requests needs more retries.
         max_retries=OUR_DEFAULT_RETRIES if retries == SDK_DEFAULT_RETRIES else retries,
     )
 

@@ -1,4 +1,4 @@
-"""A request → a completion from OpenAI's responses endpoint, both in the words of its chat endpoint."""
+"""A request → a completion from OpenAI's responses endpoint, both in the format of its chat endpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SYSTEM = ("system", "developer")
 
 
 class ResponsesClient(RemoteClient):
-    """OpenAI's ``{base_url}/responses``, asked and answering in the words of its chat endpoint.
+    """OpenAI's ``{base_url}/responses``, with requests and replies in the format of its chat endpoint.
 
     >>> ResponsesClient(api_key="sk-secret")
     ResponsesClient('https://api.openai.com/v1', api_key='sk-…')
@@ -24,7 +24,7 @@ class ResponsesClient(RemoteClient):
 
     def _write(self, request: Request, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if request.message_type != "chat" or isinstance(request.prompt, str):
-            raise RequestRefusedError("the responses endpoint takes a chat: give messages, and message_type='chat'")
+            raise RequestRefusedError("the responses endpoint only takes chats: pass messages and message_type='chat'")
         instructions, items = write_items(request.prompt)
         body = {"model": request.model, "input": items, **_write_sampling(args)}
         if instructions:
@@ -37,7 +37,7 @@ class ResponsesClient(RemoteClient):
         return read_reply(reply, prices=self.prices)
 
 
-# --- messages, as they are sent -----------------------------------------------------------------------------------
+# --- messages → request -------------------------------------------------------------------------------------------
 
 
 def write_items(messages: list[ChatMessage]) -> tuple[str, list[dict[str, Any]]]:
@@ -82,8 +82,8 @@ def _write_part(part: Any) -> Any:
     if kind == "file":
         return {"type": "input_file", **part["file"]}
     if kind == "input_audio":
-        raise RequestRefusedError("the responses endpoint takes no input_audio parts")
-    return part  # already in this endpoint's own words
+        raise RequestRefusedError("the responses endpoint does not take input_audio parts")
+    return part  # already in this endpoint's format
 
 
 def _write_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _write_call(call: dict[str, Any]) -> dict[str, Any]:
 def _write_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type", "function") != "function" or "function" not in tool:
         return tool
-    # Said outright, because this endpoint takes a function for strict where the chat endpoint does not.
+    # Explicit, because this endpoint's default is strict, unlike the chat endpoint's.
     return {"type": "function", "parameters": {"type": "object", "properties": {}}, "strict": False, **tool["function"]}
 
 
@@ -134,7 +134,7 @@ def _write_format(wanted: Any) -> Any:
 
 
 def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Completion:
-    """A reply in the words of the chat endpoint; the original stays in ``raw`` under ``responses``.
+    """A reply in the format of the chat endpoint; the original is in ``raw["responses"]``.
 
     >>> text = {"type": "message", "content": [{"type": "output_text", "text": "4"}]}
     >>> read_reply({"status": "completed", "output": [text]}).text
@@ -146,7 +146,7 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
     if status in ("queued", "in_progress"):
         raise BadReplyError(f"the response is only {status}; leave out 'background'")
     if not isinstance(items, list) or (not items and status != "incomplete"):
-        raise EmptyModelResponseError("the endpoint answered with no output")
+        raise EmptyModelResponseError("the endpoint's reply has no output")
     message = _read_message(items)
     usage = reply.get("usage") or {}
     return translated(
@@ -164,7 +164,7 @@ def _read_message(items: list[dict[str, Any]]) -> ChatMessage:
     parts = [part for item in items if item.get("type") == "message" for part in item.get("content") or ()]
     texts = [part.get("text") for part in parts if part.get("type") == "output_text"]
     if not all(isinstance(text, str) for text in texts):
-        raise BadReplyError("a text of the reply is missing")
+        raise BadReplyError("an output_text part of the reply has no text")
     text = "".join(texts)
     refusal = "".join(part.get("refusal") or "" for part in parts if part.get("type") == "refusal")
     calls = [_read_call(item) for item in items if item.get("type") == "function_call"]
@@ -178,7 +178,7 @@ def _read_message(items: list[dict[str, Any]]) -> ChatMessage:
     if thoughts:
         message["reasoning_content"] = "\n\n".join(part.get("text") or "" for part in thoughts)
     if sealed := [item for item in reasoning if item.get("encrypted_content")]:
-        message["reasoning_items"] = sealed  # what a caller who asked for them means to send back
+        message["reasoning_items"] = sealed  # requested by the caller, to be sent back with the next turn
     return message
 
 

@@ -1,4 +1,4 @@
-"""What an endpoint did wrong → whose error that is, whether to ask again, and when."""
+"""A failed attempt → its error class, whether to retry, and when."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verifiers.errors import (
 )
 
 LONGEST_PAUSE_S = 60.0
-COSTLY_RETRIES = 1  # what was too slow or too long once mostly is so again
+COSTLY_RETRIES = 1  # a request that was too slow or a reply that was too long usually is so again
 _ASK_AGAIN = frozenset((408, 409, 425))
 _OVERLOAD = frozenset((429, 503, 529))
 _MAYBE_OVERLONG = frozenset((400, 413, 422, 500))
@@ -35,23 +35,23 @@ _MAYBE_OVERLONG = frozenset((400, 413, 422, 500))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One attempt that gave no completion. ``text`` may still hold keys: redact it before it goes anywhere."""
+    """One attempt without a completion. ``text`` may contain API keys: redact it before showing it."""
 
     error: type[Error]
     text: str
     is_final: bool = False
     is_overload: bool = False
-    is_access: bool = False  # the key or the model is refused, so every other request will be
-    is_costly: bool = False  # to find out took as long or as much as a whole attempt may: not often again
+    is_access: bool = False  # the key or the model is refused, so every other request will be too
+    is_costly: bool = False  # the attempt took the whole timeout or reply size, so retry rarely
     retry_after_s: float | None = None
 
     @property
     def is_refusal(self) -> bool:
-        """Did the endpoint take nothing from us: too busy, broken, or not there?"""
+        """Did the endpoint refuse the request because it is overloaded, broken or unreachable?"""
         return self.error in (RateLimitError, ServerError, ConnectionFailedError)
 
     def ends_after(self, attempts: int, *, max_retries: int) -> bool:
-        """Is there no point in asking again after this many attempts?"""
+        """Is this failure final after this many attempts?"""
         if self.is_costly:
             max_retries = min(max_retries, COSTLY_RETRIES)
         return self.is_final or attempts > max_retries
@@ -59,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """How long to wait before asking again: exponential, with full jitter; never less than the endpoint asked for.
+    """How long to wait before a retry: exponential with full jitter, and never less than the endpoint's Retry-After.
 
     >>> Backoff(rng=lambda: 1.0).delay_s(3, None), Backoff(rng=lambda: 0.0).delay_s(3, 2.0)
     (2.0, 2.0)
@@ -80,7 +80,7 @@ class Backoff:
 
 
 def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failure:
-    """What an HTTP status other than 200 means.
+    """The failure that an HTTP error status means.
 
     >>> status_failure(404, {}, "no such model").error.__name__
     'RequestRefusedError'
@@ -107,7 +107,7 @@ def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failur
 
 
 def said_in(body: str) -> str:
-    """What a server says in words: the message of an error in JSON, or the text as it is.
+    """The message of a JSON error body, or the body itself.
 
     >>> said_in('{"error": {"message": "You exceeded your quota.", "code": "insufficient_quota"}}')
     'You exceeded your quota. (insufficient_quota)'
@@ -123,10 +123,10 @@ def said_in(body: str) -> str:
 
 
 def words_of(found: Any) -> str:
-    """What an error in JSON says in words; nothing where it says none."""
+    """The message in a decoded JSON error; empty if it has none."""
     if isinstance(found, str):
         return found.strip()
-    if isinstance(found, list):  # as FastAPI lists what is wrong with a request
+    if isinstance(found, list):  # FastAPI's list of validation errors
         return "; ".join(filter(None, map(words_of, found)))
     if not isinstance(found, Mapping):
         return ""
@@ -145,32 +145,32 @@ _NO_MODEL = re.compile(
 
 
 def is_access(status: int, body: str) -> bool:
-    """Does this refuse the key, the account or the model, and so every request, and not this one alone?"""
+    """Does this refuse the key, the account or the model, and so every request instead of only this one?"""
     if status == 403:
-        return not re.search("moderation|flagged", body, re.I)  # how gateways refuse what one prompt says
+        return not re.search("moderation|flagged", body, re.I)  # gateways' refusals of a single prompt
     if status in (400, 422):
         return _NO_MODEL.search(body) is not None
     return status in (401, 402, 404) or "insufficient_quota" in body
 
 
 def reported_failure(reply: Mapping[str, Any], body: str) -> Failure:
-    """What an error inside a reply of status 200 means: its own code decides, if it has one."""
+    """The failure that an error inside a reply with status 200 means; the error's own code decides, if it has one."""
     error = reply.get("error") or reply
     code = error.get("code") if isinstance(error, Mapping) else None
     if isinstance(code, int) and 400 <= code < 600:
         return status_failure(code, {}, body)
     if is_overlong(body):
-        return Failure(error=OverlongPromptError, text=f"200 with an error in it: {said_in(body)}", is_final=True)
-    return Failure(error=ServerError, text=f"200 with an error in it: {said_in(body)}")
+        return Failure(error=OverlongPromptError, text=f"200 with an error: {said_in(body)}", is_final=True)
+    return Failure(error=ServerError, text=f"200 with an error: {said_in(body)}")
 
 
 def bad_reply(status: int, body: str) -> Failure:
     """The reply is not JSON, or JSON of the wrong shape."""
-    return Failure(error=BadReplyError, text=f"{status} with a body that is no completion: {body or '(empty body)'}")
+    return Failure(error=BadReplyError, text=f"{status} with a body that is not a completion: {body or '(empty body)'}")
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """The seconds an endpoint asks to wait, from ``retry-after-ms`` or ``Retry-After`` (seconds or a date), capped.
+    """The seconds to wait, from ``retry-after-ms`` or ``Retry-After`` (seconds or a date), at most 60.
 
     >>> retry_after({"retry-after-ms": "250"}), retry_after({"Retry-After": "7200"}), retry_after({})
     (0.25, 60.0, None)

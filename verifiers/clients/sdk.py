@@ -1,4 +1,4 @@
-"""Someone else's client object → a client: anything with ``.chat.completions.create``, sync or async."""
+"""A foreign client object → a client: anything with ``.chat.completions.create``, sync or async."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STALE_CONNECTIONS = 100
 
 
 class SDKClient:
-    """Calls the object it is given, and turns what it returns and raises into ours.
+    """Calls the object it is given, and converts its results and exceptions to our types.
 
-    Only ``.chat.completions.create`` (or ``.completions.create``) is asked of the object; ``base_url`` and ``api_key``
-    are read if they are there. A sync ``create`` runs in a worker thread. The object's own retries are all there are.
+    The object needs ``.chat.completions.create`` (or ``.completions.create``); ``base_url`` and ``api_key`` are read if
+    present. A sync ``create`` runs in a worker thread. Only the object itself retries.
 
     >>> from verifiers.clients.fake import FakeClient
     >>> import asyncio
@@ -41,7 +41,7 @@ class SDKClient:
         self.sdk = sdk
         self.timeout_s = timeout_s
         self._accesses: PerLoop[dict[str, Access]] = PerLoop(dict)
-        self._in_thread = Hook(_call, may_share=False)  # one that came back quickly does not promise the next one will
+        self._in_thread = Hook(_call, may_share=False)  # a quick call says nothing about the next one
 
     @property
     def base_url(self) -> str:
@@ -56,7 +56,9 @@ class SDKClient:
     async def complete(self, request: Request) -> Completion:
         create = find_create(self.sdk, request.message_type)
         if create is None:
-            raise errors.RequestRefusedError(f"a {type(self.sdk).__name__} cannot do {request.message_type} requests")
+            raise errors.RequestRefusedError(
+                f"a {type(self.sdk).__name__} does not support {request.message_type} requests"
+            )
         timeout_s = self.timeout_s if request.timeout_s is None else request.timeout_s
         access = (await self._accesses.get()).setdefault(request.model, Access())
         await access.enter()
@@ -93,7 +95,7 @@ class SDKClient:
                 failure = errors.DeadlineError(f"no reply within {timeout_s:g} s")
             else:
                 failure = translate(error, self._secrets(request))
-        raise failure  # out here, so that the foreign exception is not its context, key and all
+        raise failure  # outside the except block: the foreign exception may contain the key and must not be its context
 
     def _secrets(self, request: Request) -> list[str]:
         headers: dict[str, str] = {}
@@ -121,14 +123,14 @@ def _call(create: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
 
 
 def find_create(sdk: Any, message_type: MessageType) -> Callable[..., Any] | None:
-    """The function of a client object that makes a chat or a completion request."""
+    """The method of a client object for chat or completion requests; None if it has none."""
     holder = getattr(sdk, "chat", None) if message_type == "chat" else sdk
     create = getattr(getattr(holder, "completions", None), "create", None)
     return create if callable(create) else None
 
 
 def arguments(create: Callable[..., Any], request: Request) -> dict[str, Any]:
-    """The keyword arguments of a call; those the function does not know go into ``extra_body``, as OpenAI's does it.
+    """The keyword arguments of a call. Arguments that ``create`` does not have go into ``extra_body``.
 
     >>> arguments(print, Request(model="m", prompt=[], sampling={"max_tokens": 8, "seed": None}))
     {'model': 'm', 'messages': [], 'max_completion_tokens': 8}
@@ -156,7 +158,7 @@ def arguments(create: Callable[..., Any], request: Request) -> dict[str, Any]:
 
 
 def _parameters(create: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters a function takes by name; None where it takes any name or does not say."""
+    """The parameters of a function; None if it takes ``**kwargs`` or has no signature."""
     try:
         parameters = inspect.signature(create).parameters
     except (TypeError, ValueError):
@@ -165,11 +167,11 @@ def _parameters(create: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
     return None if takes_any else parameters
 
 
-# --- async objects outlive the loops they are used in -------------------------------------------------------------
+# --- async objects that are used in several event loops -----------------------------------------------------------
 
 
 async def _close_with_loop(sdk: Any) -> None:
-    """See to it that an object's idle connections end with this loop: the next loop could not use them."""
+    """Close an object's idle connections when this loop ends, because another loop cannot use them."""
     http = getattr(sdk, "_client", None)
     if type(http).__module__.partition(".")[0] in ("openai", "httpx", "httpx2"):
         (await _https_of_loop.get())[id(http)] = http
@@ -179,7 +181,7 @@ async def _close_pools(https: WeakValueDictionary[int, Any]) -> None:
     for http in list(https.values()):
         for transport in (getattr(http, "_transport", None), *getattr(http, "_mounts", {}).values()):
             pool: Any = getattr(transport, "_pool", None)
-            if type(pool).__module__.startswith("httpcore"):  # these open again when they are used again
+            if type(pool).__module__.startswith("httpcore"):  # these reopen on their next use
                 await pool.aclose()
 
 
@@ -187,32 +189,32 @@ _https_of_loop: PerLoop[WeakValueDictionary[int, Any]] = PerLoop(WeakValueDictio
 
 
 def _is_stale(error: Exception) -> bool:
-    """Was this a connection of a loop that ended without closing it? It is dropped, and the next one may be good."""
+    """Was this a connection of a closed event loop? The pool drops it, and the next one may work."""
     return any("Event loop is closed" in text for text in _chain_texts(error))
 
 
-# --- what went wrong ----------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------------------
 
 
 def translate(error: Exception, keys: list[str]) -> errors.Error:
-    """A foreign exception as one of ours, by its class name and status, without the keys.
+    """Convert a foreign exception to one of ours, by its class name and status, without API keys.
 
     >>> class APITimeoutError(Exception): ...
     >>> translate(APITimeoutError("request for sk-abc123 timed out"), ["sk-abc123"]).__class__.__name__
     'DeadlineError'
     """
     kind = _kind(error)
-    failure = kind(redact(f"{type(error).__name__}: {_said_by(error)}", keys))
+    failure = kind(redact(f"{type(error).__name__}: {_server_message(error)}", keys))
     failure.__cause__ = _without_keys(error, keys)
     return failure
 
 
-def _said_by(error: Exception) -> str:
-    """The server's own words, where an SDK shows them inside a JSON that it prints whole.
+def _server_message(error: Exception) -> str:
+    """The server's error message, where the SDK's exception shows the whole JSON body.
 
     >>> error = Exception("Error code: 400 - {'error': {'message': 'No such model.'}}")
     >>> error.status_code, error.body = 400, {"message": "No such model.", "code": None}
-    >>> _said_by(error)
+    >>> _server_message(error)
     '400 No such model.'
     """
     body, status = getattr(error, "body", None), getattr(error, "status_code", None)
@@ -242,7 +244,7 @@ def _kind(error: Exception) -> type[errors.Error]:
 
 
 def _without_keys(error: BaseException, keys: list[str]) -> BaseException:
-    """The cause to keep: the exception itself, or a stand-in if it or anything behind it spells a key out."""
+    """The exception itself, or a redacted stand-in if it or anything in its chain contains a key."""
     shown = f"{type(error).__name__}: {error}"
     if all(redact(text, keys) == text for text in _chain_texts(error)):
         return error

@@ -1,4 +1,4 @@
-"""An aiohttp server that lives in a thread of its own while a block lasts, for sync and async callers."""
+"""An aiohttp server that runs in its own thread within a ``with`` block, for sync and async callers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Self
 from aiohttp import web
 
 START_TIMEOUT_S = 60.0
-ROUNDS = 8  # of the loop: by then a connection that was accepted is the runner's, and one that was aborted is closed
+ROUNDS = 8  # loop iterations: enough to hand an accepted connection to the runner and to close an aborted one
 
 
 class ServerThread:
-    """``with Server(...) as server:``; a subclass says what is served (`make_runner`)."""
+    """``with Server(...) as server:``; a subclass defines what is served (`make_runner`)."""
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
@@ -31,12 +31,12 @@ class ServerThread:
     def port(self) -> int:
         if not self._port:
             name = type(self).__name__
-            raise RuntimeError(f"the server is not running; use it in a block: `with {name}(...) as server:`")
+            raise RuntimeError(f"the server is not running; use it in a with block: `with {name}(...) as server:`")
         return self._port
 
     @property
     def root(self) -> str:
-        """Where it is reached from this machine."""
+        """The server's URL, as seen from this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -49,7 +49,7 @@ class ServerThread:
         def target() -> None:
             try:
                 asyncio.run(self._serve(ready))
-            except BaseException as error:  # handed to the starting thread
+            except BaseException as error:  # re-raised in the thread that called `start`
                 raised.append(error)
                 ready.set()
 
@@ -78,7 +78,7 @@ class ServerThread:
             self._port = server.sockets[0].getsockname()[1]
             ready.set()
             await self._stopping.wait()
-            # asyncio drops, unclosed, a connection that it accepts in the round in which its server closes.
+            # A connection that asyncio accepts in the same iteration in which the server closes is never closed.
             for listening in server.sockets:
                 self._loop.remove_reader(listening.fileno())
             await _rounds()
@@ -88,7 +88,7 @@ class ServerThread:
             await runner.cleanup()
             for transport in left:
                 if transport is not None:
-                    transport.abort()  # one whose client reads no more would wait for it
+                    transport.abort()  # it would wait for a client that has stopped reading
             await _rounds()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Something that continues token ids → a client: messages as the template writes them, ids as they were sampled."""
+"""A function from prompt ids to sampled ids → a client that renders messages and keeps the exact sampled ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifiers.types import Usage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """What an engine sampled after a prompt; ``is_cut`` says that it ran into a limit (None: its last token tells)."""
+    """What an engine sampled after a prompt. ``is_cut``: a limit ended it (None: inferred from the last token)."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
@@ -26,10 +26,10 @@ Generate = Callable[[list[int], Mapping[str, Any]], Awaitable[Sampled]]
 
 
 class TokenClient:
-    """Asks ``generate(prompt_ids, sampling)`` for each turn.
+    """Calls ``generate(prompt_ids, sampling)`` for each turn.
 
-    A reply is remembered as the ids it was sampled as: the prompt of the next turn begins with them, and only what was
-    said since is written anew. Where a template rewrites a reply, the whole prompt is.
+    The sampled ids of a reply are remembered: the prompt of the next turn begins with them, and only the new messages
+    are tokenized. If a template rewrites a reply, the whole prompt is tokenized again.
     """
 
     def __init__(self, tokenizer: Any, generate: Generate, *, template: Mapping[str, Any] | None = None) -> None:
@@ -46,7 +46,7 @@ class TokenClient:
         else:
             text, prompt = self._writer.prompt(request.prompt, request.tools or None, **self._settings)
         if not prompt:
-            raise RequestRefusedError("the prompt is empty: give at least one token")
+            raise RequestRefusedError("the prompt is empty: it needs at least one token")
         sampled = await self._generate(prompt, request.sampling)
         ids = list(sampled.ids)
         if len(ids) != len(sampled.logprobs):

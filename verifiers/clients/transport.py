@@ -1,6 +1,6 @@
-"""A request's bytes → the reply's bytes: the connections of one event loop, shared by every client on it.
+"""A request's bytes → the reply's bytes, over connections that all clients of one event loop share.
 
-Importing this imports aiohttp, which is slow: clients do so on their first request.
+Importing this imports aiohttp, which is slow, so clients import it on their first request.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from verifiers.errors import BadReplyError, ConnectionFailedError, DeadlineError
 
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 30.0
-CONNECTING_AT_ONCE = 64  # to one host: a burst of handshakes swamps its backlog, and takes memory that stays taken
+CONNECTING_AT_ONCE = 64  # per host: a burst of handshakes overflows its backlog and permanently takes memory
 LARGE_BYTES = 1 << 20
 _ONE_LINE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # this machine can hold no more
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # out of descriptors or ports
 
 
 class Pool:
@@ -58,7 +58,7 @@ class Pool:
         return limit
 
     def access(self, endpoint: str, api_key: str | None, model: str) -> Access:
-        """What is known of whether this key may use this model here."""
+        """Whether this key may use this model here, as far as known."""
         access = self._accesses.get((endpoint, api_key, model))
         if access is None:
             probation_s = NEAR_PROBATION_S if is_local(endpoint) else PROBATION_S
@@ -66,7 +66,7 @@ class Pool:
         return access
 
     def gate(self, endpoint: str, size: int) -> Limit:
-        """The fixed limit that clients asked for by ``max_concurrent``; the endpoint's own one applies as well."""
+        """The fixed limit set by ``max_concurrent``; the endpoint's adaptive one applies as well."""
         gate = self._limits.get((endpoint, size))
         if gate is None:
             gate = self._limits[endpoint, size] = Limit(start=size, cap=size)
@@ -80,9 +80,9 @@ class Pool:
         endpoint: str,
         max_concurrent: int | None = None,
     ) -> Completion | Failure:
-        """One attempt: wait for a slot, send, read the whole reply within the deadline, let the limit learn from it.
+        """One attempt: wait for a slot, send, read the whole reply within the deadline, update the limit.
 
-        What goes wrong is returned, not raised: aiohttp's exceptions carry the request's headers, and so its key.
+        Failures are returned, not raised, because aiohttp's exceptions contain the request's headers and so its key.
         """
         limit = self.limit(endpoint)
         limit.check()
@@ -116,7 +116,7 @@ class Pool:
         return outcome
 
     def _learn(self, limit: Limit, gate: Limit | None, outcome: Completion | Failure | None, epoch: int) -> None:
-        """Tell the limits, while the slot is not yet free for the next in line."""
+        """Update the limits before the slot goes to the next request in the queue."""
         now = deadlines.current().clock.now()
         if outcome is not None:
             limit.note(isinstance(outcome, Failure) and outcome.is_refusal, now)
@@ -132,11 +132,11 @@ class Pool:
 
 
 class _TooLongError(Exception):
-    """A reply has more bytes than anyone wants to hold."""
+    """A reply is longer than ``max_reply_bytes``."""
 
 
 async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body of a reply, or the end of the connection once it is longer than the bound."""
+    """The body of a reply. Closes the connection and raises once it is longer than ``most`` bytes."""
     size = response.content_length
     if size is not None and size <= most and "Content-Encoding" not in response.headers:
         return await response.read()
@@ -151,15 +151,15 @@ async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
                 if left < 0:
                     break
         if left < 0:
-            raise _TooLongError(f"a reply of more than {most:,} bytes; max_reply_bytes says how many are read")
+            raise _TooLongError(f"the reply is longer than max_reply_bytes={most:,}")
     except BaseException:
-        response.close()  # the rest of the body is still on its way
+        response.close()  # the rest of the body is still in transit
         raise
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections, opened to each host only so many at a time."""
+    """Limits how many connections to one host are opened at the same time."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -175,23 +175,23 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def prepared(*layers: Mapping[str, Any]) -> CIMultiDictProxy[str]:
-    """Headers in the form that costs the least to send again and again; a later layer wins over an earlier one."""
+    """Headers in the form that is cheapest to send repeatedly; later layers override earlier ones."""
     headers: CIMultiDict[str] = CIMultiDict()
     for layer in layers:
         headers.update({name: str(value) for name, value in layer.items() if value is not None})
     if bad := sorted({name for name, value in headers.items() if not _ONE_LINE(name + value)}):
-        raise RequestRefusedError(f"the header {bad[0]!r} holds a line break or another character that HTTP forbids")
+        raise RequestRefusedError(f"the header {bad[0]!r} contains a line break or another character that HTTP forbids")
     return CIMultiDictProxy(headers)
 
 
 def _payload(body: bytes) -> bytes | BytesIO:
-    """A large body (pictures) as a stream, which aiohttp sends piece by piece; it warns of any other way."""
+    """A large body (images) as a stream; aiohttp warns about large bodies that are plain bytes."""
     return body if len(body) <= LARGE_BYTES else BytesIO(body)
 
 
 @lru_cache(maxsize=1024)
 def _address(url: str) -> tuple[URL, URL | None]:
-    """A URL, and the proxy that the environment names for it (read once: aiohttp's own way costs a thread a time)."""
+    """A URL, and the environment's proxy for it (cached, because aiohttp's own lookup uses a thread each time)."""
     address = URL(url)
     proxy = getproxies_environment().get(address.scheme)
     if not proxy or proxy_bypass_environment(address.host or ""):
@@ -200,14 +200,14 @@ def _address(url: str) -> tuple[URL, URL | None]:
 
 
 def _failure(error: Exception, timeout_s: float) -> Failure:
-    if isinstance(error, ValueError):  # aiohttp will not send this: a broken URL, two kinds of authorization
+    if isinstance(error, ValueError):  # aiohttp refuses to send this: a broken URL, two kinds of authorization
         return Failure(error=RequestRefusedError, text=_say(error), is_final=True)
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return Failure(error=ConnectionFailedError, text=_say(error), is_final=True)
     if isinstance(error, aiohttp.ClientResponseError):
-        return Failure(error=BadReplyError, text=f"no HTTP reply that can be read: {error.message or _say(error)}")
+        return Failure(error=BadReplyError, text=f"the HTTP reply cannot be parsed: {error.message or _say(error)}")
     if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-        return Failure(error=DeadlineError, text=f"no whole reply within {timeout_s:g} s", is_costly=True)
+        return Failure(error=DeadlineError, text=f"no complete reply within {timeout_s:g} s", is_costly=True)
     is_overload = isinstance(error, OSError) and error.errno in _EXHAUSTED
     return Failure(error=ConnectionFailedError, text=_say(error), is_overload=is_overload)
 

@@ -17,7 +17,7 @@ MAX_REPLY_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One request, ready to be sent any number of times. Its repr holds nothing that a key could be in."""
+    """One request, ready to be sent any number of times. Its repr shows no field that may contain a key."""
 
     url: str = field(repr=False)
     headers: Any = field(repr=False)  # as `transport.prepared` made them
@@ -28,7 +28,7 @@ class Call:
 
 
 class Reply(NamedTuple):
-    """What came back, whatever its status."""
+    """An HTTP reply of any status."""
 
     status: int
     headers: Mapping[str, str]
@@ -36,7 +36,7 @@ class Reply(NamedTuple):
 
 
 def encode(body: Any) -> bytes:
-    """JSON bytes of a request; half a surrogate pair, which no endpoint takes, becomes the replacement character.
+    """The JSON bytes of a request. A lone surrogate, which endpoints refuse, becomes the replacement character.
 
     >>> encode({"content": "\\ud83d"}).decode()
     '{"content":"�"}'
@@ -51,10 +51,10 @@ def encode(body: Any) -> bytes:
 
 
 def decode(body: bytes) -> Any:
-    """The value in a reply's bytes; raises ValueError when they hold none.
+    """The JSON value of a reply; raises ValueError if it is not JSON.
 
-    Python servers write NaN and half surrogate pairs, which strict JSON forbids: these are read all the same. Bytes
-    that are not UTF-8 were damaged on their way, and are refused.
+    NaN and lone surrogates are accepted: strict JSON forbids them, but Python servers write them. Bytes that are not
+    UTF-8 are refused as damaged.
 
     >>> decode(b'{"logprob": -Infinity}')
     {'logprob': -inf}
@@ -75,7 +75,7 @@ def _decode_leniently(body: bytes) -> Any:
 
 
 def checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of sampling arguments without those that are None; a NaN or an infinity is refused by name.
+    """A copy of the sampling arguments without those that are None. NaN and infinity are refused.
 
     >>> checked({"temperature": 0.7, "seed": None})
     {'temperature': 0.7}
@@ -88,12 +88,12 @@ def checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestRefusedError(f"sampling argument {name!r} is {value}; it must be a finite number")
         args[name] = value
     if args.get("stream"):
-        raise RequestRefusedError("sampling argument 'stream' is set; replies are read whole, leave it out")
+        raise RequestRefusedError("sampling argument 'stream' is not supported (replies are read whole); leave it out")
     return args
 
 
 def _foreign(value: Any) -> Any:
-    """SDK objects, numpy arrays and other mappings as what JSON knows."""
+    """Convert SDK objects, numpy arrays and other mappings to JSON types."""
     if callable(dump := getattr(value, "model_dump", None)):
         return dump(exclude_none=True)
     if callable(to_list := getattr(value, "tolist", None)):

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: replies in the words of OpenAI, whole or as a stream."""
+"""``/v1/chat/completions`` and ``/v1/completions``: replies in OpenAI's format, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifiers.dialects.http import EventStream, json_reply, read_body
 from verifiers.dialects.replies import Model, Piece, Reply, usage_of
 from verifiers.types import MessageType
 
-MOST_CHOICES = 1024  # of a request: prompts × n
+MOST_CHOICES = 1024  # per request: prompts × n
 _END = b"data: [DONE]\n\n"
 
 
@@ -29,13 +29,13 @@ class Completions:
         self._model.check_model(body.pop("model", None))
         messages = body.pop("messages", None)
         if not isinstance(messages, list):
-            raise errors.RequestRefusedError("'messages' is missing: a list of messages")
+            raise errors.RequestRefusedError("'messages' must be a list of messages")
         if wrong := [one for one in messages if not (isinstance(one, dict) and isinstance(one.get("role"), str))]:
-            raise errors.RequestRefusedError(f"a message is an object with a role, not {wrong[0]!r:.80}")
+            raise errors.RequestRefusedError(f"a message must be an object with a role, not {wrong[0]!r:.80}")
         for message in messages:
             calls = message.get("tool_calls") or []
             if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-                raise errors.RequestRefusedError(f"'tool_calls' of a message is a list of objects, not {calls!r:.80}")
+                raise errors.RequestRefusedError(f"a message's 'tool_calls' must be a list of objects: {calls!r:.80}")
         tools = body.pop("tools", None)
         return await self._answer(http, body, [[with_known_role(one) for one in messages]], "chat", tools=tools)
 
@@ -48,14 +48,14 @@ class Completions:
         self, http: web.Request, body: dict[str, Any], prompts: list[Any], message_type: MessageType, tools: Any = None
     ) -> web.StreamResponse:
         is_stream, wants_usage = _stream_settings(body)
-        said = _said(body)
-        choices = _choices(said, prompts)
+        given = _with_extra(body)
+        choices = _choices(given, prompts)
         asked = [self._model.request(p, body, tools=tools, message_type=message_type) for p in prompts]
         async with self._model.turn(http, choices):
             if is_stream:
                 return await self._stream(http, asked, wants_usage=wants_usage)
             replies = await _together([self._model.complete(http, request) for request in asked])
-        return json_reply(_merged([reply.raw for reply in replies], with_ids=wants_ids(said.get)))
+        return json_reply(_merged([reply.raw for reply in replies], with_ids=wants_ids(given.get)))
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Completions:
         events = EventStream(http)
         try:
             for stream in streams:
-                stream.start()  # here, so that a full engine is still a 429
+                stream.start()  # before the headers are sent, so that a full engine can still answer 429
             await events.start()
             try:
                 async for chunk in self._chunks(streams, wants_usage=wants_usage):
@@ -99,7 +99,7 @@ class Completions:
 
 
 async def together(streams: Sequence[Reply]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of several replies as they come, each with the number of its reply."""
+    """The pieces of several replies as they arrive, each with the index of its reply."""
     if len(streams) == 1:
         async for piece in streams[0]:
             yield 0, piece
@@ -132,28 +132,28 @@ async def together(streams: Sequence[Reply]) -> AsyncIterator[tuple[int, Piece]]
 
 
 def with_known_role(message: Any) -> Any:
-    """OpenAI's newer name for the system's role is one that templates do not know."""
+    """Rename the role ``developer`` to ``system``, because templates do not know OpenAI's newer name."""
     is_renamed = isinstance(message, dict) and message.get("role") == "developer"
     return {**message, "role": "system"} if is_renamed else message
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """A completion's prompt is a text or a list of ids, or a list of either."""
+    """The prompts of a completion request: a text, a list of token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise errors.RequestRefusedError("'prompt' is missing: a text, a list of token ids, or a list of either")
+        raise errors.RequestRefusedError("'prompt' must be a text, a list of token ids, or a list of either")
     prompts = [prompt] if type(prompt[0]) is int else prompt
     for one in prompts:
         if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
             raise errors.RequestRefusedError(
-                f"'prompt' is a text, a list of token ids, or a list of either; not {one!r:.80}"
+                f"'prompt' must be a text, a list of token ids, or a list of either, not {one!r:.80}"
             )
     return prompts
 
 
-def _said(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a body, those in its ``extra_body`` among them."""
+def _with_extra(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body, including those in its ``extra_body``."""
     further = body.get("extra_body")
     if not isinstance(further, Mapping):
         return body
@@ -161,7 +161,7 @@ def _said(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choices(body: Mapping[str, Any], prompts: list[Any]) -> int:
-    """How many replies a request wants; more than fit are refused before anything is done for one of them."""
+    """How many replies a request asks for. Too many are refused before any work is done."""
     n = body.get("n")
     wanted = len(prompts) * (n if type(n) is int and n > 0 else 1)
     if wanted > MOST_CHOICES:
@@ -174,19 +174,19 @@ def _stream_settings(body: dict[str, Any]) -> tuple[bool, bool]:
     settings = body.pop("stream_options", None) or {}
     is_stream = body.pop("stream", None) or False
     if not isinstance(is_stream, bool) or not isinstance(settings, dict):
-        raise errors.RequestRefusedError("'stream' is true or false, and 'stream_options' an object")
+        raise errors.RequestRefusedError("'stream' must be true or false, and 'stream_options' an object")
     return is_stream, bool(settings.get("include_usage"))
 
 
 def wants_ids(read: Callable[[str], Any]) -> bool:
-    """Token ids come when they are asked for, and with logprobs unless they are declined."""
+    """Return token ids? Yes with ``return_token_ids``, and with logprobs unless ``return_token_ids`` is false."""
     wanted = read("return_token_ids")
     logprobs = read("logprobs")
     return bool(wanted) if wanted is not None else logprobs is not None and logprobs is not False
 
 
 async def _together(waiting: list[Any]) -> list[Any]:
-    """All of them; if one fails, the others are cancelled."""
+    """Await all; if one fails, cancel the others."""
     if len(waiting) == 1:
         return [await waiting[0]]
     tasks = [asyncio.ensure_future(one) for one in waiting]
@@ -199,7 +199,7 @@ async def _together(waiting: list[Any]) -> list[Any]:
 
 
 def _merged(raws: list[dict[str, Any]], *, with_ids: bool) -> dict[str, Any]:
-    """One response of one prompt or of several."""
+    """Merge the responses of one or several prompts into one."""
     response = dict(raws[0])
     if len(raws) > 1:
         choices = [

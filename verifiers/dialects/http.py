@@ -1,4 +1,4 @@
-"""HTTP requests ↔ values: bodies, JSON replies, errors in a client's own words, streams of events."""
+"""HTTP requests ↔ values: bodies, JSON replies, errors in the API's format, streams of events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from verifiers import errors
 from verifiers.clients import wire
 
 RETRY_AFTER_S = 1
-ANTHROPIC = "/v1/messages"  # in a path: errors there are worded as Anthropic's clients read them
+ANTHROPIC = "/v1/messages"  # in a path: errors there have Anthropic's format
 
 
 class UnknownModelError(errors.RequestRefusedError):
-    """A model was asked for by a name that it does not have here."""
+    """A request names a model that this server does not have."""
 
 
-# The first that fits: what an error is to a client, as a status, a type and a code.
+# The first match counts: an exception class, and its HTTP status, error type and error code.
 _WORDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (errors.OverlongPromptError, 400, "invalid_request_error", "context_length_exceeded"),
@@ -41,7 +41,7 @@ _ANTHROPIC_TYPES = {
 
 
 async def read_body(http: web.Request) -> dict[str, Any]:
-    """The JSON object that a request has."""
+    """The body of a request as a JSON object."""
     try:
         body = wire.decode(await http.read())
     except ValueError as error:
@@ -56,7 +56,7 @@ def json_reply(body: Any) -> web.Response:
 
 
 def words_of(error: errors.Error) -> tuple[int, str, str]:
-    """What an error is to a client: a status, a type and a code."""
+    """The HTTP status, type and code that report an error to a client."""
     return next(words[1:] for words in _WORDS if isinstance(error, words[0]))
 
 
@@ -74,7 +74,7 @@ def error_body(http: web.Request, status: int, kind: str, code: str, message: st
 
 
 class EventStream:
-    """A reply of server-sent events, which may break off with one that says why."""
+    """A reply of server-sent events; an error in the middle is sent as a last event."""
 
     def __init__(self, http: web.Request) -> None:
         self._http = http
@@ -88,7 +88,7 @@ class EventStream:
         await self.response.write(named + b"data: " + wire.encode(body) + b"\n\n")
 
     async def fail(self, error: errors.Error) -> None:
-        """The status is sent: only the stream itself can say it."""
+        """Report an error as an event, because the HTTP status has already been sent."""
         status, kind, code = words_of(error)
         event = "error" if ANTHROPIC in self._http.path else None
         await self.send(error_body(self._http, status, kind, code, str(error)), event=event)

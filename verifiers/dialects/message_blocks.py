@@ -1,4 +1,4 @@
-"""The body of a request to ``/v1/messages`` → messages, tools and sampling arguments of a chat."""
+"""The body of a request to ``/v1/messages`` → chat messages, tools and sampling arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from verifiers.errors import RequestRefusedError
 
-# Fields of this endpoint alone that change nothing here; those of the chat are in `options.WITHOUT_EFFECT`.
+# Fields of this endpoint only that have no effect here; those of the chat are in `options.WITHOUT_EFFECT`.
 WITHOUT_EFFECT = frozenset(("cache_control", "context_management", "inference_geo", "thinking"))
 _THOUGHTS = ("thinking", "redacted_thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -17,11 +17,11 @@ Messages = list[dict[str, Any]]
 
 
 def read_request(body: Mapping[str, Any]) -> tuple[Messages, list[dict[str, Any]] | None, dict[str, Any]]:
-    """Read a request; what this endpoint does not do is refused by its name."""
+    """Read a request; unsupported features are refused by name."""
     rest = {name: value for name, value in body.items() if value is not None and name not in WITHOUT_EFFECT}
     said, system = rest.pop("messages", None), rest.pop("system", "")
     if not isinstance(said, list) or not said:
-        raise RequestRefusedError("'messages' is missing: a list of messages")
+        raise RequestRefusedError("'messages' must be a non-empty list of messages")
     messages: Messages = [{"role": "system", "content": _text(system)}] if system else []
     for message in said:
         messages += _read_message(message)
@@ -34,18 +34,18 @@ def read_request(body: Mapping[str, Any]) -> tuple[Messages, list[dict[str, Any]
 
 
 def _with_format(rest: dict[str, Any]) -> dict[str, Any]:
-    """Structured output stands in two places: the older one is a field of its own."""
+    """Convert the format of structured output, from ``output_config.format`` or the older ``output_format``."""
     settings = rest.pop("output_config", {})
     if not isinstance(settings, Mapping):
-        raise RequestRefusedError("'output_config' is an object with a format")
+        raise RequestRefusedError("'output_config' must be an object with a format")
     wanted = [one for one in (rest.pop("output_format", None), settings.get("format")) if one is not None]
     if not wanted:
         return rest
     if len(wanted) > 1 and wanted[0] != wanted[1]:
-        raise RequestRefusedError("output_format and output_config.format are two values for one thing; keep one")
+        raise RequestRefusedError("output_format and output_config.format differ but mean the same: send only one")
     schema = wanted[0].get("schema") if isinstance(wanted[0], Mapping) else None
     if not isinstance(schema, Mapping) or wanted[0].get("type") != "json_schema":
-        raise RequestRefusedError('a format is {"type": "json_schema", "schema": …}')
+        raise RequestRefusedError('a format must be {"type": "json_schema", "schema": …}')
     written = {"name": "output", "schema": schema, "strict": True}
     return {**rest, "response_format": {"type": "json_schema", "json_schema": written}}
 
@@ -55,7 +55,7 @@ def _read_choice(choice: Any) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise RequestRefusedError(f"'tool_choice' is an object of type auto, any, tool or none, not {choice!r:.80}")
+        raise RequestRefusedError(f"'tool_choice' must be an object of type auto, any, tool or none: {choice!r:.80}")
     return _CHOICES[kind]
 
 
@@ -63,10 +63,10 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestRefusedError("'tools' is a list of tools")
+        raise RequestRefusedError("'tools' must be a list of tools")
     if hosted := [tool["type"] for tool in tools if tool.get("type") not in (None, "custom")]:
         raise RequestRefusedError(
-            f"a tool of type {hosted[0]!r:.80} is not served here; give a name and an input_schema"
+            f"tools of type {hosted[0]!r:.80} are not supported; define a tool by a name and an input_schema"
         )
     return [_read_tool(tool) for tool in tools]
 
@@ -81,15 +81,15 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_message(message: Any) -> Iterator[dict[str, Any]]:
-    """A turn may hold results of tools and what the user says to them: each is a message of its own in a chat."""
+    """The chat messages of one turn: a turn may contain tool results and user text, which are separate messages."""
     if not isinstance(message, Mapping):
-        raise RequestRefusedError(f"a message is an object with a role and content, not {message!r:.80}")
+        raise RequestRefusedError(f"a message must be an object with a role and content, not {message!r:.80}")
     content = message.get("content")
     if isinstance(content, str):
         yield {"role": message.get("role"), "content": content}
         return
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise RequestRefusedError(f"content is a text or a list of blocks, not {content!r:.80}")
+        raise RequestRefusedError(f"content must be a text or a list of blocks, not {content!r:.80}")
     for block in content:
         if block.get("type") == "tool_result":
             result = _text(block.get("content") or "")
@@ -111,9 +111,9 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestRefusedError(f"content is a text or a list of blocks, not {content!r:.80}")
+        raise RequestRefusedError(f"content must be a text or a list of blocks, not {content!r:.80}")
     for block in content:
         if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-            raise RequestRefusedError(f"the model reads text; a block of type {kind!r:.80} is not supported")
+            raise RequestRefusedError(f"the model only reads text; a block of type {kind!r:.80} is not supported")
     return "".join(block["text"] for block in content)

@@ -1,4 +1,4 @@
-"""``/v1/messages``: Anthropic's endpoint, over the same replies: blocks in, blocks or events out."""
+"""``/v1/messages``, Anthropic's endpoint: content blocks in, blocks or events out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Messages:
-    """The endpoint over one model, and the one that counts tokens."""
+    """The endpoint over one model, and its token counting endpoint."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -52,7 +52,7 @@ class Messages:
     def _request(self, body: dict[str, Any], *, needs_limit: bool = True) -> Request:
         self._model.check_model(body.pop("model", None))
         if needs_limit and "max_tokens" not in body:
-            raise errors.RequestRefusedError("'max_tokens' is missing: how long the reply may be")
+            raise errors.RequestRefusedError("'max_tokens' is missing: the maximum length of the reply")
         messages, tools, sampling = read_request(body)
         return self._model.request(messages, sampling, tools=tools)
 
@@ -69,7 +69,7 @@ class Messages:
     async def _stream(self, http: web.Request, stream: Reply) -> web.StreamResponse:
         events = EventStream(http)
         try:
-            stream.start()  # here, so that a full engine is still a 429
+            stream.start()  # before the headers are sent, so that a full engine can still answer 429
             await events.start()
             try:
                 async for event in _events(stream, self._head()):

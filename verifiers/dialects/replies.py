@@ -1,4 +1,4 @@
-"""A reply on its way to a client: pieces of it, and what the endpoints ask of whoever makes it."""
+"""The interface between the endpoints and a model: requests, and replies that arrive in pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifiers.types import MessageType, VersionSpan, unique_id
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Some more of one choice: its text, and the tokens sampled since the last piece."""
+    """The next part of one choice: the text and tokens sampled since the last piece."""
 
     index: int
     text: str = ""
@@ -28,28 +28,28 @@ class Piece:
     calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
     stop: str | None = None
-    weight_versions: Sequence[VersionSpan] = ()  # of the whole choice, with its last piece
+    weight_versions: Sequence[VersionSpan] = ()  # of the whole choice; in its last piece only
 
 
 class Reply(Protocol):
-    """A reply, piece by piece; ``completion`` is the whole of it once they are through."""
+    """A reply, piece by piece; ``completion`` is the whole reply after the last piece."""
 
     completion: Completion | None
 
     @property
     def head(self) -> dict[str, Any]: ...  # id, object, created and model of every chunk
     @property
-    def choices(self) -> int: ...  # as many as were asked for
+    def choices(self) -> int: ...  # the number of choices requested
     @property
     def prompt_tokens(self) -> int: ...
-    def start(self) -> None: ...  # a full engine refuses here
+    def start(self) -> None: ...  # raises if the engine is full
     def extras(self, piece: Piece, *, is_first: bool) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def __aiter__(self) -> AsyncIterator[Piece]: ...
     def close(self) -> None: ...
 
 
 class Model(Protocol):
-    """Who answers at an endpoint."""
+    """What answers the requests of an endpoint."""
 
     name: str
 
@@ -65,13 +65,13 @@ class Model(Protocol):
 
 
 def usage_of(completion: Completion | None) -> dict[str, Any]:
-    """The usage that a whole reply came with."""
+    """The token usage of a complete reply."""
     usage: dict[str, Any] = completion.raw["usage"] if completion is not None else {}
     return usage
 
 
 def with_openai_fields(completion: Completion, request: Request, model: str) -> dict[str, Any]:
-    """The completion of any client as OpenAI's endpoints word it: with an id, a time, a finish reason and a usage.
+    """The completion of any client in OpenAI's format: with an id, a time, a finish reason and a usage.
 
     >>> said = Completion(message={"role": "assistant", "content": "4"})
     >>> body = with_openai_fields(said, Request(model="m", prompt=[]), "m")
@@ -102,9 +102,9 @@ def _choice(choice: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 class WholeReply:
-    """A reply that came at once, as a stream of one piece for each choice: for clients that do not stream.
+    """A complete reply as a stream of one piece per choice, for clients that cannot stream.
 
-    ``completion.raw`` is in OpenAI's words (`with_openai_fields`).
+    ``completion.raw`` has OpenAI's format (`with_openai_fields`).
     """
 
     def __init__(self, completion: Completion) -> None:

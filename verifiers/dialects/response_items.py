@@ -1,4 +1,4 @@
-"""The body of a request to ``/v1/responses`` → messages and sampling arguments of a chat; a reply → items."""
+"""The body of a request to ``/v1/responses`` → chat messages and sampling arguments; a reply → items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from verifiers import errors
 from verifiers.chat.tool_calls import ToolCall
 
-# Fields of this endpoint alone that change nothing here; those of the chat are in `options.WITHOUT_EFFECT`.
+# Fields of this endpoint only that have no effect here; those of the chat are in `options.WITHOUT_EFFECT`.
 WITHOUT_EFFECT = frozenset(("include", "max_tool_calls", "reasoning", "stream_options"))
 _ONLY: dict[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",)}
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -19,7 +19,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A request, in the words of the chat endpoint."""
+    """A request in the format of the chat endpoint."""
 
     messages: list[dict[str, Any]]
     instructions: str
@@ -32,7 +32,7 @@ class Asked:
 
 
 def read_body(body: Mapping[str, Any]) -> Asked:
-    """Read a request; what this endpoint does not do is refused by its name."""
+    """Read a request; unsupported features are refused by name."""
     rest = {name: value for name, value in body.items() if value is not None and name not in WITHOUT_EFFECT}
     for name, allowed in _ONLY.items():
         if rest.pop(name, allowed[0]) not in allowed:
@@ -41,7 +41,7 @@ def read_body(body: Mapping[str, Any]) -> Asked:
         raise errors.RequestRefusedError("'input' is missing: a text or a list of items")
     instructions = rest.pop("instructions", "")
     if not isinstance(instructions, str):
-        raise errors.RequestRefusedError("'instructions' is a text")
+        raise errors.RequestRefusedError("'instructions' must be a text")
     messages, tools = read_items(rest.pop("input", [])), _read_tools(rest.pop("tools", None))
     previous, is_stream, is_stored = (
         rest.pop(name, default)
@@ -63,11 +63,11 @@ def read_body(body: Mapping[str, Any]) -> Asked:
 def _read_sampling(rest: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     text, choice = rest.pop("text", {}), rest.pop("tool_choice", None)
     if not isinstance(text, Mapping):
-        raise errors.RequestRefusedError("'text' is an object with a format")
+        raise errors.RequestRefusedError("'text' must be an object with a format")
     if "max_output_tokens" in rest:
         limit = rest.pop("max_output_tokens")
         if rest.get("max_tokens", limit) != limit:
-            raise errors.RequestRefusedError("max_output_tokens and max_tokens are two values for one thing; keep one")
+            raise errors.RequestRefusedError("max_output_tokens and max_tokens differ but mean the same: send only one")
         rest["max_tokens"] = limit
     if (wanted := text.get("format")) is not None:
         rest["response_format"] = _read_format(wanted)
@@ -76,7 +76,7 @@ def _read_sampling(rest: dict[str, Any], body: Mapping[str, Any]) -> dict[str, A
         rest["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
     include = body.get("include") or []
     if not isinstance(include, list):
-        raise errors.RequestRefusedError("'include' is a list of names")
+        raise errors.RequestRefusedError("'include' must be a list of names")
     if rest.get("top_logprobs") or _LOGPROBS in include:
         rest["logprobs"] = True
     return rest
@@ -92,11 +92,11 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise errors.RequestRefusedError("'tools' is a list of tools")
+        raise errors.RequestRefusedError("'tools' must be a list of tools")
     for tool in tools:
         if tool.get("type") != "function":
             raise errors.RequestRefusedError(
-                f"a tool of type {tool.get('type')!r:.80} is not served here; functions are"
+                f"tools of type {tool.get('type')!r:.80} are not supported, only functions"
             )
     kept = ("name", "description", "parameters", "strict")
     return [
@@ -109,7 +109,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def read_items(items: Any) -> list[dict[str, Any]]:
-    """A text or a list of items as the messages of a chat; calls in a row belong to one message.
+    """A text or a list of items as chat messages; consecutive calls belong to one message.
 
     >>> read_items([{"role": "user", "content": [{"type": "input_text", "text": "2+2?"}]}])
     [{'role': 'user', 'content': '2+2?'}]
@@ -117,7 +117,7 @@ def read_items(items: Any) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise errors.RequestRefusedError(f"'input' is a text or a list of items, not {items!r:.80}")
+        raise errors.RequestRefusedError(f"'input' must be a text or a list of items, not {items!r:.80}")
     messages: list[dict[str, Any]] = []
     for item in items:
         _add_item(messages, item)
@@ -126,7 +126,7 @@ def read_items(items: Any) -> list[dict[str, Any]]:
 
 def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
     if not isinstance(item, Mapping):
-        raise errors.RequestRefusedError(f"an item of 'input' is an object, not {item!r:.80}")
+        raise errors.RequestRefusedError(f"an item of 'input' must be an object, not {item!r:.80}")
     kind = item.get("type") or "message"
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
@@ -140,15 +140,15 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
     elif kind == "function_call_output":
         answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
         messages.append(answer)
-    elif kind != "reasoning":  # what a model thought is not shown to it again
-        raise errors.RequestRefusedError(f"an item of type {kind!r:.80} is not served here")
+    elif kind != "reasoning":  # earlier reasoning is not shown to the model again
+        raise errors.RequestRefusedError(f"items of type {kind!r:.80} are not supported")
 
 
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise errors.RequestRefusedError(f"content is a text or a list of parts, not {content!r:.80}")
+        raise errors.RequestRefusedError(f"content must be a text or a list of parts, not {content!r:.80}")
     for part in content:
         if (
             not isinstance(part, Mapping)
@@ -156,7 +156,7 @@ def _text(content: Any) -> str:
             or not isinstance(part.get("text"), str)
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise errors.RequestRefusedError(f"the model reads text; a part of type {kind!r:.80} is not supported")
+            raise errors.RequestRefusedError(f"the model only reads text; a part of type {kind!r:.80} is not supported")
     return "".join(part["text"] for part in content)
 
 
@@ -164,7 +164,7 @@ def _text(content: Any) -> str:
 
 
 def write_message(item_id: str, text: str | None, *, status: str) -> dict[str, Any]:
-    """A message as an item; one without a text is only begun."""
+    """A message as an item; without a text, an empty one that a stream will fill."""
     content = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
@@ -201,7 +201,7 @@ def write_response(
 
 
 def _described(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response says of its request."""
+    """The fields of a response that repeat its request."""
     text = body.get("text") or {}
     return {
         "object": "response",

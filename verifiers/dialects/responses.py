@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer endpoint, over the same replies as its chat: items in, items or events out."""
+"""``/v1/responses``, OpenAI's newer endpoint: items in, items or events out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from verifiers.dialects.response_items import write_call, write_message, write_r
 from verifiers.messages import chars_in
 from verifiers.types import unique_id
 
-KEPT_CHARS = 16 << 20  # of conversations that a later request may go on with
+KEPT_CHARS = 16 << 20  # of conversations that a later request may continue
 
 
 class Conversations:
-    """The last conversations by the ids of their responses; the oldest go when all have too many characters."""
+    """The latest conversations by response id; the oldest are dropped when their total size exceeds the limit."""
 
     def __init__(self, kept_chars: int = KEPT_CHARS) -> None:
         self._kept_chars = kept_chars
@@ -32,8 +32,8 @@ class Conversations:
         found = self._kept.get(response_id) if isinstance(response_id, str) else None
         if found is None:
             raise errors.RequestRefusedError(
-                f"previous_response_id {response_id!r:.100} is not known: responses are kept in memory for a while, "
-                "unless store is false; send the conversation itself"
+                f"previous_response_id {response_id!r:.100} is unknown: responses are only kept in memory for a while, "
+                "and not with store=false; send the whole conversation instead"
             )
         return found[1]
 
@@ -90,7 +90,7 @@ class Responses:
     async def _stream(self, http: web.Request, stream: Reply, response: Mapping[str, Any]) -> web.StreamResponse:
         events, number = EventStream(http), 0
         try:
-            stream.start()  # here, so that a full engine is still a 429
+            stream.start()  # before the headers are sent, so that a full engine can still answer 429
             await events.start()
             try:
                 async for event in _events(stream, response):
@@ -141,7 +141,7 @@ async def _events(stream: Reply, response: Mapping[str, Any]) -> AsyncIterator[d
 
 
 def _call_events(call: ToolCall, index: int) -> list[dict[str, Any]]:
-    """A function call comes whole: it is held back until it is known to be one."""
+    """The events of a function call, which is sent whole, because it is only recognised once it is complete."""
     item = write_call(call)
     place = {"item_id": item["id"], "output_index": index}
     begun = {**item, "arguments": "", "status": "in_progress"}

@@ -1,4 +1,4 @@
-"""Figures → what a notebook shows of them: a bar, a report, a learning curve; HTML in which every text is escaped."""
+"""Figures → notebook output: a progress bar, a report, a learning curve; all text in the HTML is escaped."""
 
 from verifiers.notebooks.cells import Picture, is_notebook, show_in_cell
 from verifiers.notebooks.html import bar_html, figures_html, image_html, page_html, samples_html, text_html

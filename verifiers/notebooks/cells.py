@@ -1,4 +1,4 @@
-"""A cell of a notebook → a place in its output that is drawn again and again."""
+"""A notebook cell → a place in its output that can be redrawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAW_EVERY_S = 0.25
 
 
 def is_notebook() -> bool:
-    """Does this process serve the cells of a notebook? IPython in a terminal does not: that is drawn in as such."""
+    """Does this process run notebook cells? IPython in a terminal does not."""
     ipython = sys.modules.get("IPython")
     if ipython is None:
         return False
@@ -20,12 +20,12 @@ def is_notebook() -> bool:
 
 
 def show_in_cell(shown: Any, **options: Any) -> Any:
-    """IPython's ``display``, which is only there where there is a notebook."""
+    """Call IPython's ``display``; IPython is only installed where notebooks run."""
     return importlib.import_module("IPython.display").display(shown, **options)
 
 
 class Shown:
-    """What IPython is handed: HTML, and the same in plain words for whoever has no HTML."""
+    """An object for IPython to display: HTML, and plain text for front ends without HTML."""
 
     def __init__(self, html: str, words: str) -> None:
         self.html, self.words = html, words
@@ -38,7 +38,7 @@ class Shown:
 
 
 class Picture:
-    """One place in the output of the cell that runs; ``draw`` replaces what is there, a few times a second at most."""
+    """One place in the output of the running cell; ``draw`` replaces its content, at most a few times a second."""
 
     def __init__(self, html: Callable[[], str], words: Callable[[], str]) -> None:
         self._html, self._words = html, words

@@ -1,4 +1,4 @@
-"""Texts and numbers → HTML for a cell; whatever a model wrote is escaped, and styles reach nothing outside."""
+"""Texts and numbers → HTML for a cell. All text is escaped, and styles only apply inside the cell."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
-SHOWN_CHARS = 1500  # of a message
-# Colours come from the notebook's own theme where it has one.
+SHOWN_CHARS = 1500  # per message
+# Colours come from the notebook's theme if it has one.
 STYLE = """
 <style>
 .vf-cell { font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--jp-ui-font-color1, inherit); max-width: 860px; }
@@ -34,7 +34,7 @@ Row = tuple[str, float | None, float | None, float | None]  # name, mean, low, h
 
 
 def page_html(*parts: str) -> str:
-    """Parts as one cell's output."""
+    """Parts as the output of one cell."""
     return f'{STYLE}<div class="vf-cell">{"".join(parts)}</div>'
 
 
@@ -48,7 +48,7 @@ def text_html(text: str, style: str = "") -> str:
 
 
 def bar_html(done: int, total: int, words: str) -> str:
-    """How far something is."""
+    """A progress bar with a line of text."""
     share = min(max(done / total, 0.0), 1.0) if total else 0.0
     return (
         f'<div class="vf-track"><div class="vf-done" style="width: {100 * share:.1f}%"></div></div>{text_html(words)}'
@@ -56,7 +56,7 @@ def bar_html(done: int, total: int, words: str) -> str:
 
 
 def figures_html(rows: Sequence[Row], *, level: float = 0.95) -> str:
-    """Means with their intervals, as a table with a line for each."""
+    """A table of means with their intervals, one row per metric."""
     known = [value for _, *values in rows for value in values if value is not None]
     low, high = min([0.0, *known]), max([1.0, *known])
 
@@ -82,7 +82,7 @@ def figures_html(rows: Sequence[Row], *, level: float = 0.95) -> str:
 
 
 def samples_html(samples: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    """Rollouts to open: a title, then messages by role."""
+    """Rollouts as collapsible sections: a title, then the messages with their roles."""
     parts = []
     for title, messages in samples:
         said = "".join(
@@ -93,7 +93,7 @@ def samples_html(samples: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> st
 
 
 def image_html(svg: str, words: str) -> str:
-    """A drawing as a picture of its own: its styles and names stay inside."""
+    """An SVG as an image element, so that its styles and ids do not affect the page."""
     data = base64.b64encode(svg.encode()).decode()
     return f'<img alt="{escape(words)}" src="data:image/svg+xml;base64,{data}">'
 

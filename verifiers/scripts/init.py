@@ -14,7 +14,7 @@ __all__ = ["init_environment", "main"]
 def init_environment(
     env: str, path: str = "./environments", rewrite_readme: bool = False, multi_file: bool = False
 ) -> Path:
-    """Make an environment package, as ``vf init`` does; gives its folder."""
+    """Create an environment package, as ``vf init`` does; returns its folder."""
     new_package(env, path, is_multi_file=multi_file, rewrites_readme=rewrite_readme)
     return Path(path) / env.replace("-", "_")
 

@@ -1,4 +1,4 @@
-"""Functions that models may call: made into tools, called safely, and a handful ready-made."""
+"""Tools that models can call: made from functions, called safely; a few are ready-made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An arithmetic expression → its value, by its syntax tree: nothing is evaluated that was not checked for its size."""
+"""An arithmetic expression → its value, by its syntax tree; every operation is checked for size first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_CHARS = 2_000
-MAX_BITS = 4_096  # of a whole number: about 1,200 digits
+MAX_BITS = 4_096  # of an integer: about 1,200 digits
 MAX_DEPTH = 60
 
 Number = int | float
@@ -46,7 +46,7 @@ def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an expression; ValueError where it is none, or too large to be computed.
+    """The value of an expression; raises ValueError if it is invalid or too large to compute.
 
     >>> evaluate("2 * (3 + 4)"), evaluate("2^10"), evaluate("sqrt(16)")
     (14, 1024, 4.0)
@@ -55,13 +55,18 @@ def evaluate(expression: str) -> Number:
     ValueError: 9 ** 387420489 is too large: whole numbers may have up to 1,233 digits
     """
     if not isinstance(expression, str):
-        raise TypeError(f"an expression is a text, not {expression!r:.60}")
+        raise TypeError(f"an expression must be a text, not {expression!r:.60}")
     text = expression.strip()
     if len(text) > MAX_CHARS:
-        raise ValueError(f"the expression has {len(text):,} characters; {MAX_CHARS:,} are the most")
+        raise ValueError(f"the expression has {len(text):,} characters; at most {MAX_CHARS:,} are allowed")
     try:
-        tree = ast.parse(text.replace("^", "**"), mode="eval")  # Python's own ^ is another operation, and binds weakly
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: Python's parser, on deep nests
+        tree = ast.parse(text.replace("^", "**"), mode="eval")  # Python's ^ is XOR, with a low precedence
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two: Python's parser, for deep nesting
         raise ValueError(f"{_short(text)!r} is not an arithmetic expression") from None
     return _value(tree.body, 0)
 
@@ -82,8 +87,8 @@ def _value(node: ast.expr, depth: int) -> Number:
     if isinstance(node, ast.Call):
         return _call(node, depth)
     if isinstance(node, ast.Name):
-        raise ValueError(f"the name {_short(node.id)!r} is not known; known are {', '.join(_NAMES)}")
-    raise ValueError(f"the expression holds a {type(node).__name__}, which is not arithmetic")
+        raise ValueError(f"the name {_short(node.id)!r} is unknown; the names are {', '.join(_NAMES)}")
+    raise ValueError(f"the expression contains a {type(node).__name__}, which is not arithmetic")
 
 
 def _unary(node: ast.UnaryOp, depth: int) -> Number:
@@ -92,11 +97,11 @@ def _unary(node: ast.UnaryOp, depth: int) -> Number:
         return -value
     if isinstance(node.op, ast.UAdd):
         return +value
-    raise ValueError("of the signs before a number, only + and - are arithmetic")
+    raise ValueError("the only signs allowed before a number are + and -")
 
 
 def _binary(node: ast.BinOp, depth: int) -> Number:
-    # A sum of a thousand terms is a thousand deep on its left: it is walked, not called.
+    # A loop instead of recursion: a sum of a thousand terms is nested a thousand deep on its left.
     terms: list[tuple[ast.operator, ast.expr]] = []
     left: ast.expr = node
     while isinstance(left, ast.BinOp):
@@ -140,9 +145,9 @@ def _compare(node: ast.Compare, depth: int) -> bool:
 def _call(node: ast.Call, depth: int) -> Number:
     name = node.func.id if isinstance(node.func, ast.Name) else f"<{type(node.func).__name__}>"
     if name not in FUNCTIONS:
-        raise ValueError(f"there is no function {_short(name)!r}; there are {', '.join(FUNCTIONS)}")
+        raise ValueError(f"there is no function {_short(name)!r}; the functions are {', '.join(FUNCTIONS)}")
     if node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
-        raise ValueError(f"{name} takes plain numbers as arguments")
+        raise ValueError(f"{name} only takes plain numbers as arguments")
     return _sized(FUNCTIONS[name](*[_value(arg, depth + 1) for arg in node.args]))
 
 
@@ -173,7 +178,7 @@ def _product(a: Number, b: Number) -> Number:
 
 
 def power(a: Number, b: Number) -> Number:
-    """``a ** b``, unless it would be too large to hold.
+    """``a ** b``; raises ValueError if it would be too large.
 
     >>> power(2, 100)
     1267650600228229401496703205376

@@ -16,7 +16,7 @@ MAX_QUESTION_CHARS = 100_000
 
 @dataclass(frozen=True)
 class _Ask:
-    """The tool's function; an object, so that environments that hold it can be pickled."""
+    """The tool's function; a class, so that environments with this tool can be pickled."""
 
     model: str
     client: Any
@@ -34,7 +34,7 @@ class _Ask:
             Its reply.
         """
         if len(question) > MAX_QUESTION_CHARS:
-            said = f"the question has {len(question):,} characters; {MAX_QUESTION_CHARS:,} are the most"
+            said = f"the question has {len(question):,} characters; at most {MAX_QUESTION_CHARS:,} are allowed"
             raise ToolCallError(said)
         prompt: list[ChatMessage] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         prompt.append({"role": "user", "content": question})
@@ -51,7 +51,7 @@ def ask(
     sampling_args: SamplingArgs | None = None,
     timeout_s: float = 300.0,
 ) -> Tool:
-    """A tool that asks another model; an endpoint that stays down fails the rollout, it is no answer.
+    """A tool that asks another model. If its endpoint stays unreachable, the rollout fails.
 
     >>> from verifiers.clients import FakeClient
     >>> import asyncio
@@ -60,6 +60,6 @@ def ask(
     'Lund.'
     """
     if client is not None:
-        as_client(client)  # what is no client is refused here, not in the first rollout
+        as_client(client)  # so that an invalid client raises here, not in the first rollout
     function = _Ask(model, client, system_prompt, dict(sampling_args or {}), timeout_s)
     return as_tool(function, name=name, timeout_s=timeout_s + 5)

@@ -1,4 +1,4 @@
-"""A tool call → what the model reads: the result as text, or one sentence about what was wrong with the call."""
+"""A tool call → what the model reads: the result as text, or one sentence that describes the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verifiers.tools.tool import Tool, as_tool
 
 TOOL_TIMEOUT_S = 60.0
 MAX_RESULT_CHARS = 20_000
-MAX_PARTS = 64  # of one result: images, texts
+MAX_PARTS = 64  # images and texts per result
 
 ErrorFormatter = Callable[[Exception], str]
 Content = str | list[dict[str, Any]]
@@ -60,19 +60,19 @@ class ToolBox:
             self.add(tool)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hooks are made anew where tools are unpickled."""
+        """Leave out the hooks, which cannot be pickled; they are created again on use."""
         return {**vars(self), "_hooks": {}}
 
     def add(self, tool: Any, args_to_skip: Iterable[str] = ()) -> Tool:
-        """Add a tool; a second one of the same name is an error."""
+        """Add a tool; raises ValueError if there is one with the same name."""
         made = as_tool(tool, args_to_skip=args_to_skip)
         if made.name in self._tools:
-            raise ValueError(f"there is a tool {made.name!r} already; give one of them another name")
+            raise ValueError(f"there is already a tool {made.name!r}; rename one of them")
         self._tools[made.name] = made
         return made
 
     def remove(self, tool: Any) -> Tool:
-        """Take a tool out: by the function it was made of, or by name."""
+        """Remove a tool, given by itself, its function or its name."""
         for name, known in self._tools.items():
             if tool is known or tool == name or tool == known.function:
                 return self._tools.pop(name)
@@ -88,7 +88,7 @@ class ToolBox:
         return name in self._tools
 
     def __getitem__(self, name: str) -> Tool:
-        """The tool of this name; where there is none, an error that names the nearest."""
+        """The tool with this name; the error for an unknown name suggests the closest one."""
         tool = self._tools.get(name)
         if tool is not None:
             return tool
@@ -102,29 +102,29 @@ class ToolBox:
 
     @property
     def schemas(self) -> list[Schema]:
-        """What an endpoint is told of the tools."""
+        """The tools' schemas, as sent to an endpoint."""
         return [tool.schema for tool in self]
 
     async def call(self, name: str, arguments: Any) -> Content:
-        """Read the arguments, check them, and run the tool: its result as the model reads it. Faults are raised."""
+        """Parse and check the arguments, run the tool, return its result as the model reads it. Errors are raised."""
         tool = self[name]
         return self.shown(await self.run(tool, tool.check(read_arguments(arguments))))[0]
 
     async def run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-        """Run a tool with arguments that were checked: a sync one in a thread; what it raises is raised."""
+        """Run a tool with checked arguments, a sync one in a thread. Its exceptions are raised."""
         hook = self._hook(tool)
         limit_s = hook.timeout_s or self.timeout_s
         began = time.monotonic()
         try:
             return await hook(**arguments)
         except TimeoutError as error:
-            if time.monotonic() - began < limit_s:  # the tool's own
+            if time.monotonic() - began < limit_s:  # raised by the tool itself
                 raise
             raise ToolTimeoutError(f"{tool.name} took longer than {limit_s:g} seconds") from error
 
     def _hook(self, tool: Tool) -> Hook:
-        """The limit counts from when a call has its thread. Never on the loop's own: what the model writes decides how
-        long a call takes, and one that was quick so far may block next time."""
+        """The hook that calls a tool. Its time limit starts when the call has a thread. Sync tools never run on the
+        shared thread: the model's arguments decide how long a call takes, so a quick tool may block next time."""
         hook = self._hooks.get(tool.name)
         if hook is None or hook.function is not tool.function:
             hook = Hook(tool.function, timeout_s=tool.timeout_s or self.timeout_s, may_share=False)
@@ -132,7 +132,7 @@ class ToolBox:
         return hook
 
     def shown(self, result: Any) -> tuple[Content, bool]:
-        """A result as the model reads it, and whether it had to be cut."""
+        """A result as the model reads it, and whether it was truncated."""
         content = as_content(result)
         if not isinstance(content, str):
             return self._cut_parts(content)
@@ -143,7 +143,7 @@ class ToolBox:
         return text[:limit] + self._note(len(text)), True
 
     def _cut_parts(self, parts: list[dict[str, Any]]) -> tuple[Content, bool]:
-        """Parts up to the limit of their texts together, and no more of them than a result may have."""
+        """Truncate parts to the limits on their total text length and on their number."""
         left, total = self.max_result_chars, 0
         kept: list[dict[str, Any]] = []
         for part in parts:
@@ -165,7 +165,7 @@ class ToolBox:
 
 
 def is_content_parts(result: Any) -> bool:
-    """Did a tool return content parts (a text, an image), as chat messages hold them?"""
+    """Did a tool return content parts (a text, an image) in the format of chat messages?"""
     return (
         isinstance(result, list)
         and bool(result)
@@ -174,7 +174,7 @@ def is_content_parts(result: Any) -> bool:
 
 
 def as_content(result: Any) -> Content:
-    """What a tool returned, as a message holds it: parts where there is an image among it, else a text."""
+    """A tool's return value as message content: parts if it contains an image, else a text."""
     if is_content_parts(result):
         parts: list[dict[str, Any]] = result
         return parts
@@ -186,21 +186,21 @@ def as_content(result: Any) -> Content:
 
 
 def _is_image(value: Any) -> bool:
-    """Is this an image of Pillow's (smolagents' are such)? Told by its class: nothing is imported for it."""
+    """Is this a Pillow image (or one of smolagents', which are subclasses)? Checked by class name, without imports."""
     return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__)
 
 
 def _image_part(image: Any) -> dict[str, Any]:
     raw = image.to_raw() if callable(getattr(image, "to_raw", None)) else image
     if raw.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
-        raw = raw.convert("RGB")  # PNG has no CMYK and the like
+        raw = raw.convert("RGB")  # PNG does not support CMYK and others
     held = io.BytesIO()
     raw.save(held, format="PNG")
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(held.getvalue()).decode()}"}}
 
 
 def as_text(result: Any) -> str:
-    """What a tool returned as text: a text as it is, data as JSON, any other object as it prints itself.
+    """A tool's return value as text: a text as it is, data as JSON, any other object by ``str``.
 
     >>> as_text({"ok": True, "seen": [1, None]}), as_text(4.0), as_text(None)
     ('{"ok":true,"seen":[1,null]}', '4.0', 'None')
@@ -208,7 +208,7 @@ def as_text(result: Any) -> str:
     text = result if isinstance(result, str) else _written(result)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair: no endpoint takes it
+    except UnicodeEncodeError:  # a lone surrogate, which endpoints refuse
         text = text.encode("utf-8", "backslashreplace").decode()
     return text
 
@@ -223,7 +223,7 @@ def _written(result: Any) -> str:
 
 
 def explain(error: Exception, formatter: ErrorFormatter | None = None) -> str:
-    """What the model is told of an error: the environment's own words where it has a formatter.
+    """The error message that the model reads; an environment may have its own formatter.
 
     >>> explain(ZeroDivisionError("division by zero")), explain(UnknownToolError("there is no tool 'x'"))
     ('Error: ZeroDivisionError: division by zero', "Error: there is no tool 'x'")
@@ -240,6 +240,6 @@ def explain(error: Exception, formatter: ErrorFormatter | None = None) -> str:
 
 
 def record(call: Call, error: Exception | None, *, is_cut: bool, seconds: float) -> dict[str, Any]:
-    """What is kept of one call in ``state["tool_log"]``: plain data."""
+    """The entry of one call in ``state["tool_log"]``, as plain data."""
     fault = kind_of(error) if error is not None else "oversized" if is_cut else None
     return {"name": call.name, "arguments": call.arguments, "fault": fault, "seconds": round(seconds, 6)}

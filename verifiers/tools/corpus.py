@@ -1,4 +1,4 @@
-"""Documents → a tool that searches them: a full-text index of SQLite, in memory or in a file."""
+"""Documents → a tool that searches them with a full-text index of SQLite, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SUFFIXES = (".txt", ".md", ".rst")
 
 
 class Corpus:
-    """Documents with a full-text index, made on first use.
+    """Documents with a full-text index, built on first use.
 
     ``documents`` is a list of texts, of (title, text) pairs or of dicts with ``title`` and ``text``; a ``.jsonl`` file
-    of such dicts; or a folder of text files. With ``path`` the index is a file that is made once and then kept.
+    of such dicts; or a folder of text files. With ``path`` the index is a file that is built once and reused.
 
     >>> corpus = Corpus([("Lund", "A town in Scania."), ("Kiruna", "A town in Lapland, north of the circle.")])
     >>> [title for title, _ in corpus.search("where is lapland?", limit=1)]
@@ -32,14 +32,14 @@ class Corpus:
 
     def __init__(self, documents: Any, *, path: str | Path | None = None) -> None:
         if isinstance(documents, (str, Path)) and not Path(documents).exists():
-            raise FileNotFoundError(f"there is no folder or file {str(documents)!r} to search")
+            raise FileNotFoundError(f"no such folder or file: {str(documents)!r}")
         self._documents = documents
         self._path = path
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The index is made anew where a corpus is unpickled."""
+        """Leave out the index; an unpickled corpus builds or opens it again."""
         return {**vars(self), "_lock": None, "_connection": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Corpus:
         self._lock = threading.Lock()
 
     def search(self, query: str, limit: int = 5) -> list[tuple[str, str]]:
-        """The best documents for a query, as title and excerpt; any text is a query."""
+        """The best documents for a query, as title and excerpt. Any text is a valid query."""
         words = dict.fromkeys(word.lower() for word in _WORD.findall(query[:MAX_QUERY_CHARS]))
         if not words or limit < 1:
             return []
@@ -61,7 +61,7 @@ class Corpus:
             return [(str(title), str(excerpt)) for title, excerpt in found]
 
     def close(self) -> None:
-        """Give the index back; the next search makes (or opens) it again."""
+        """Close the index; the next search builds or opens it again."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -79,7 +79,7 @@ class Corpus:
         return self._connection
 
     def _fill(self, connection: sqlite3.Connection) -> None:
-        with connection:  # all or nothing: a file that was half filled is filled anew
+        with connection:  # one transaction, so that an index is either complete or empty
             if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'documents'").fetchone():
                 return
             connection.execute("BEGIN")
@@ -88,7 +88,7 @@ class Corpus:
 
 
 def read_documents(source: Any) -> Iterator[tuple[str, str]]:
-    """Title and text of each document, whatever form the corpus has.
+    """The title and text of each document, from any form of corpus.
 
     >>> list(read_documents(["one text", ("a title", "another"), {"title": "t", "text": "third"}]))
     [('', 'one text'), ('a title', 'another'), ('t', 'third')]
@@ -97,7 +97,7 @@ def read_documents(source: Any) -> Iterator[tuple[str, str]]:
         yield from _read_path(Path(source))
         return
     if not isinstance(source, Iterable):
-        raise TypeError(f"a corpus is a list of texts, a .jsonl file or a folder, not {source!r:.100}")
+        raise TypeError(f"a corpus must be a list of texts, a .jsonl file or a folder, not {source!r:.100}")
     for number, document in enumerate(source):
         if isinstance(document, str):
             yield "", document
@@ -106,7 +106,7 @@ def read_documents(source: Any) -> Iterator[tuple[str, str]]:
         elif isinstance(document, (tuple, list)) and len(document) == 2:
             yield str(document[0]), str(document[1])
         else:
-            raise ValueError(f"document {number} is neither a text nor one with a title: {document!r:.100}")
+            raise ValueError(f"document {number} is not a text, a (title, text) pair or a dict: {document!r:.100}")
 
 
 def _read_path(path: Path) -> Iterator[tuple[str, str]]:
@@ -123,7 +123,7 @@ def _read_path(path: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Search:
-    """The tool's function; an object, so that environments that hold it can be pickled."""
+    """The tool's function; a class, so that environments with this tool can be pickled."""
 
     corpus: Corpus
     limit: int
@@ -145,7 +145,7 @@ class _Search:
 
 
 def search(documents: Any, *, name: str = "search", path: str | Path | None = None, limit: int = 5) -> Tool:
-    """A tool that searches documents (see `Corpus` for their forms) and returns the best excerpts.
+    """A tool that searches documents (in any form that `Corpus` accepts) and returns the best excerpts.
 
     >>> tool = search(["Otters eat fish.", "Hares eat grass."], limit=1)
     >>> print(tool.function("what do otters eat"))

@@ -1,4 +1,4 @@
-"""A docstring → what it says of the function, of each argument, of what comes back, and its examples."""
+"""A docstring → its summary, argument descriptions, return description and examples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REST_FIELD = re.compile(r":(?P<kind>param|parameter|arg|argument|key|returns?)\
 
 @dataclass(slots=True)
 class Docstring:
-    """The parts of a docstring; what was not written is empty."""
+    """The parts of a docstring; missing parts are empty."""
 
     summary: str = ""
     args: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Docstring:
 
     @property
     def description(self) -> str:
-        """What a model is told: the summary, what comes back, and the examples."""
+        """The description for the model: the summary, the return value and the examples."""
         parts = [self.summary]
         if self.returns:
             parts.append(f"Returns: {self.returns}")
@@ -83,7 +83,7 @@ def read_docstring(function: Any) -> Docstring:
 
 
 def _split(lines: list[str]) -> dict[str, list[str]]:
-    """The lines of each section; ``is_numpy`` holds something where a heading is underlined."""
+    """The lines of each section; ``is_numpy`` is not empty if a heading is underlined."""
     sections: dict[str, list[str]] = {
         name: [] for name in ("summary", "args", "returns", "examples", "rest", "is_numpy")
     }
@@ -101,7 +101,7 @@ def _split(lines: list[str]) -> dict[str, list[str]]:
                 sections["is_numpy"].append(heading)
                 at += 1
         elif current != "summary" and line[:1].strip() and not sections["is_numpy"]:
-            current = "summary"  # back at the margin: the section is over
+            current = "summary"  # an unindented line ends the section
             sections["summary"] += ["", line]
         else:
             sections[current].append(line)
@@ -114,7 +114,7 @@ def _joined(lines: list[str]) -> str:
 
 
 def _entries(lines: list[str]) -> list[str]:
-    """The entries of a section: a line at its own margin, with the deeper ones that belong to it."""
+    """The entries of a section: each unindented line with the indented lines after it."""
     written = inspect.cleandoc("\n".join(["", *lines])).splitlines()
     entries: list[str] = []
     for line in written:
@@ -143,7 +143,7 @@ def _numpy_args(lines: list[str]) -> dict[str, str]:
 
 
 def _take_rest_fields(doc: Docstring) -> None:
-    """``:param name: text`` and ``:returns: text`` move out of the summary."""
+    """Move ``:param name: text`` and ``:returns: text`` out of the summary."""
     kept: list[str] = []
     for line in doc.summary.splitlines():
         match = _REST_FIELD.match(line.strip())

@@ -1,4 +1,4 @@
-"""What can be wrong with a tool call, each by its own name: the model is told, and it is counted."""
+"""The kinds of errors of tool calls. The model reads the message, and each kind is counted."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from verifiers.errors import Error, ToolCallError, ToolParseError
 
 
 class NoCallError(ToolParseError):
-    """The reply has neither a call nor an answer, or a call that was cut off."""
+    """The reply has neither a call nor an answer, or an incomplete call."""
 
     kind: ClassVar[str] = "no_call"
 
 
 class BadJSONError(ToolParseError):
-    """A call, or its arguments, cannot be read as JSON."""
+    """A call, or its arguments, cannot be parsed as JSON."""
 
     kind: ClassVar[str] = "bad_json"
 
 
 class UnknownToolError(ToolCallError):
-    """There is no tool of that name."""
+    """There is no tool with that name."""
 
     kind: ClassVar[str] = "unknown_tool"
 
 
 class MissingArgumentError(ToolCallError):
-    """An argument that the tool needs is not there."""
+    """A required argument is missing."""
 
     kind: ClassVar[str] = "missing_argument"
 
 
 class UnknownArgumentError(ToolCallError):
-    """The tool has no argument of that name."""
+    """The tool has no argument with that name."""
 
     kind: ClassVar[str] = "unknown_argument"
 
 
 class WrongTypeError(ToolCallError):
-    """An argument is not of the type that the tool takes."""
+    """An argument has the wrong type."""
 
     kind: ClassVar[str] = "wrong_type"
 
 
 class ToolTimeoutError(ToolCallError):
-    """The tool did not come back within its limit."""
+    """The tool did not return within its time limit."""
 
     kind: ClassVar[str] = "timeout"
 
 
 class ToolFailedError(ToolCallError):
-    """A tool raised one of ``stop_errors``: nothing was found out about the model, so the rollout is failed."""
+    """A tool raised one of ``stop_errors``: this says nothing about the model, so the rollout fails."""
 
     blame = "infrastructure"  # type: ignore[assignment]
     kind: ClassVar[str] = "exception"
@@ -71,7 +71,7 @@ KINDS = (
 
 
 def kind_of(error: BaseException) -> str:
-    """Which of `KINDS` an error is; whatever a tool raised by itself is an exception.
+    """Which of `KINDS` an error is; anything else that a tool raises is ``exception``.
 
     >>> kind_of(BadJSONError("…")), kind_of(ZeroDivisionError())
     ('bad_json', 'exception')
@@ -81,5 +81,5 @@ def kind_of(error: BaseException) -> str:
 
 
 def is_the_models(error: BaseException) -> bool:
-    """Is the model told of this error, and the rollout goes on? Not where something below the rollout is down."""
+    """Is this error shown to the model, and the rollout continues? Not if the infrastructure is to blame."""
     return not isinstance(error, Error) or error.blame == "policy"

@@ -1,4 +1,4 @@
-"""How a server of the Model Context Protocol is reached, and what of that is secret."""
+"""How to reach an MCP server (Model Context Protocol), and which of these settings are secret."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LOGGERS = (
 class MCPServerConfig:
     """A server that is started (``command``, ``args``, ``env``) or reached over HTTP (``url``, ``headers``).
 
-    The values of ``env`` and ``headers`` are secrets: they are hidden in whatever the server says. With
-    ``per_rollout`` each rollout has a server (or a session over HTTP) of its own; with ``sequential`` the calls of one
-    turn to its tools run in order.
+    The values of ``env`` and ``headers`` are secrets and are hidden in everything the server returns. With
+    ``per_rollout`` each rollout has its own server (or its own session over HTTP); with ``sequential`` the calls of
+    one turn to its tools run in order.
 
     >>> MCPServerConfig(name="files", command="server", env={"TOKEN": "sk-abc123"})
     MCPServerConfig(name='files', command='server', args=[], env={'TOKEN': '[hidden]'})
@@ -46,7 +46,7 @@ class MCPServerConfig:
         if isinstance(given, str):
             raise TypeError(f"args of the MCP server {self.name!r} must be a list; got the string {given!r}")
         if (self.command is None) == (self.url is None):
-            raise TypeError(f"the MCP server {self.name!r} needs a command to be started by or a url, and not both")
+            raise TypeError(f"the MCP server {self.name!r} needs either a command or a url, not both")
         useless = ("args", "env") if self.url is not None else ("headers",)
         if wrong := [key for key in useless if getattr(self, key)]:
             reached = "url" if self.url is not None else "command"
@@ -68,7 +68,7 @@ class MCPServerConfig:
 
     @functools.cached_property
     def secrets(self) -> list[str]:
-        """What must not be shown: all of ``env`` and ``headers`` but for paths of this machine, keys among ``args``."""
+        """Values that must not be shown: of ``env`` and ``headers``, except existing paths, and keys in ``args``."""
         values = [str(value) for value in [*(self.env or {}).values(), *(self.headers or {}).values()]]
         values += [last for value in values if (last := value.rpartition(" ")[2]) != value]  # "Bearer <token>"
         values += secrets_in({}, [self.url] if self.url else [])
@@ -83,7 +83,7 @@ class MCPServerConfig:
 
 
 def as_config(given: MCPServerConfig | Mapping[str, Any]) -> MCPServerConfig:
-    """A configuration, or a dict of one.
+    """A configuration, from itself or a dict.
 
     >>> as_config({"name": "files", "command": "server", "args": ["--root", "."]}).args
     ['--root', '.']
@@ -97,11 +97,11 @@ def as_config(given: MCPServerConfig | Mapping[str, Any]) -> MCPServerConfig:
             raise
         known = "name, command, args, env, description, timeout_s, url, headers, per_rollout, sequential"
         said = str(error).replace("MCPServerConfig.__init__() ", "")
-        raise TypeError(f"an MCP server is given as {known}; {said}") from None
+        raise TypeError(f"the settings of an MCP server are {known}; {said}") from None
 
 
 class HideSecrets(logging.Filter):
-    """Takes the secrets of servers out of what the libraries below log."""
+    """Redacts the secrets of servers in the log records of the libraries in `_LOGGERS`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A server's configuration → a session with it, over stdin and stdout or over HTTP, until one of the two ends it."""
+"""A server's configuration → a session with it, over stdin and stdout or over HTTP, until either side ends it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class EndedError(Exception):
 
 
 class AnswerError(Exception):
-    """The server answered a request with an error; the text holds none of its secrets."""
+    """The server answered a request with an error; the message is without its secrets."""
 
 
 class Connection:
-    """One session; it lives in a task of its own, as the protocol's library wants to be entered and left in one."""
+    """One session. It runs in its own task, because the MCP library must be entered and exited in the same task."""
 
     def __init__(self, config: MCPServerConfig) -> None:
         self.config = config
@@ -37,11 +37,11 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Start the server, or reach it; an `InfraError` says why it cannot be."""
+        """Start the server or connect to it; raises `InfraError` with the reason if that fails."""
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise ImportError("MCP servers need: pip install 'verifiers[tools]'") from None
+            raise ImportError("MCP servers need the tools extra: pip install 'verifiers[tools]'") from None
         hidden_in_logs.add(self.config)
         ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._live(ready))
@@ -62,7 +62,7 @@ class Connection:
         return self._ended.is_set()
 
     async def ask(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer to a request of the session; raises `EndedError` where the session ends before it."""
+        """The answer to a request; raises `EndedError` if the session ends first."""
         asked = asyncio.ensure_future(request)
         ended = asyncio.ensure_future(self._ended.wait())
         problem: BaseException | None = None
@@ -70,26 +70,26 @@ class Connection:
             await asyncio.wait([asked, ended], return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
                 return asked.result()
-        except Exception as error:  # the protocol's own, by whatever name the installed version has for them
+        except Exception as error:  # the MCP library's errors, whose names depend on its version
             problem = error
         finally:
             asked.cancel()
             ended.cancel()
-        # Raised out here: the protocol's error, which may hold a secret, is then in no traceback.
+        # Raised outside the except block, so that no traceback contains the library's error, which may have a secret.
         if problem is None or self.has_ended or is_ended(problem):
             self._ended.set()
             raise EndedError
         raise AnswerError(self.config.hide(str(problem) or type(problem).__name__))
 
     async def _live(self, ready: asyncio.Future[str | None]) -> None:
-        """From start to stop. What the server raised or wrote may hold its secrets: only the hidden text gets out."""
+        """Run the session. Errors and stderr of the server may contain its secrets: only redacted text leaves here."""
         problem = "failed: it ended before it was ready"
-        with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        with tempfile.TemporaryFile("w+", errors="replace") as errlog:
             try:
-                await self._serve(ready, complaints)
-            except Exception as error:  # foreign code: the protocol's library, by whatever name it has for them
-                complaints.seek(0)
-                said = "\n".join([_message(_first(error)), complaints.read()[-MAX_COMPLAINT_CHARS:]]).strip()
+                await self._serve(ready, errlog)
+            except Exception as error:  # the MCP library's errors, whose names depend on its version
+                errlog.seek(0)
+                said = "\n".join([_message(_first(error)), errlog.read()[-MAX_COMPLAINT_CHARS:]]).strip()
                 problem = f"failed: {self.config.hide(said)}"
             finally:
                 self._ended.set()
@@ -97,10 +97,10 @@ class Connection:
                 if not ready.done():
                     ready.set_result(problem)
 
-    async def _serve(self, ready: asyncio.Future[str | None], complaints: TextIO) -> None:
+    async def _serve(self, ready: asyncio.Future[str | None], errlog: TextIO) -> None:
         from mcp import ClientSession
 
-        async with _streams(self.config, complaints) as (read, write), ClientSession(read, write) as session:
+        async with _streams(self.config, errlog) as (read, write), ClientSession(read, write) as session:
             await session.initialize()
             self.session = session
             if not ready.done():
@@ -113,7 +113,7 @@ class Connection:
         task = self._task
         if task is None:
             return
-        if self.session is None and not task.done():  # it hangs in its start
+        if self.session is None and not task.done():  # still starting
             task.cancel()
         done, _ = await asyncio.wait([task], timeout=STOP_S)
         if not done:
@@ -122,14 +122,14 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def _streams(config: MCPServerConfig, complaints: TextIO) -> AsyncIterator[tuple[Any, Any]]:
-    """The two streams of messages, from whatever version of the library is installed."""
+async def _streams(config: MCPServerConfig, errlog: TextIO) -> AsyncIterator[tuple[Any, Any]]:
+    """The read and write streams, for any supported version of the MCP library."""
     if config.url is None:
         from mcp import StdioServerParameters, stdio_client
 
         assert config.command is not None
         parameters = StdioServerParameters(command=config.command, args=config.args, env=config.env)
-        async with stdio_client(parameters, errlog=complaints) as streams:
+        async with stdio_client(parameters, errlog=errlog) as streams:
             yield streams[0], streams[1]
         return
     from mcp.client import streamable_http
@@ -148,7 +148,7 @@ async def _streams(config: MCPServerConfig, complaints: TextIO) -> AsyncIterator
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error in a group of them: task groups wrap what went wrong."""
+    """The first error in an exception group, because task groups wrap errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -159,7 +159,7 @@ def _message(error: BaseException) -> str:
 
 
 def is_ended(error: BaseException) -> bool:
-    """Does an error say that the session is over?"""
+    """Does this error mean that the session has ended?"""
     error = _first(error)
     is_closed = type(error).__name__ in ("ClosedResourceError", "BrokenResourceError", "EndOfStream", "ConnectError")
     said = str(error).lower()

@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol → its tools, callable from any loop; it is started again when it ends."""
+"""An MCP server → its tools, callable from any event loop; a server that ends is restarted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["MCPServer", "MCPServerConfig", "as_config"]
 
 RETRY_DELAYS_S = (0.2, 1.0)
 SERVER = "verifiers server"
-"""The argument by which an environment says which server a tool is to be called on; no schema can have it."""
+"""The argument in which an environment passes the server to call a tool on; no schema can have this name."""
 
 
 class MCPServer:
-    """One server, in a thread with a loop of its own. A server that ends is started again by the next call.
+    """One server, in its own thread with its own event loop. A server that has ended is restarted by the next call.
 
-    A request during which it ends is made once more, with no call beside it. If it ends again, that request fails.
+    A request during which it ends is retried once, with no concurrent call. If it ends again, the request fails.
     """
 
     def __init__(self, config: MCPServerConfig) -> None:
@@ -39,7 +39,7 @@ class MCPServer:
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a server is one that was not started yet."""
+        """Pickle only the configuration: a copy is not running."""
         return {"config": self.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,11 +51,11 @@ class MCPServer:
         return life is not None and life.is_connected and self._thread is not None and self._thread.is_alive()
 
     def start(self) -> list[Tool]:
-        """Start the server unless it is running, and list its tools; blocks until it has said what it can do."""
+        """Start the server unless it is running, and list its tools. Blocks until the server has answered."""
         return self._tools(self._submit("list").result(2 * START_S))
 
     async def open(self) -> list[Tool]:
-        """The same for async code."""
+        """The same as `start`, for async code."""
         return self._tools(await self._answer_to("list"))
 
     def _tools(self, listed: list[Any]) -> list[Tool]:
@@ -83,7 +83,7 @@ class MCPServer:
         )
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
-        """Call one of its tools. What the tool says of itself as an error is the model's to read."""
+        """Call one of the server's tools. An error result raises `ToolCallError`, which the model reads."""
         result = await self._answer_to("call", name, dict(arguments))
         content = _content(result, self.config)
         if getattr(result, "is_error", None) or getattr(result, "isError", None):
@@ -91,7 +91,7 @@ class MCPServer:
         return content
 
     def _submit(self, what: str, *arguments: Any) -> Future[Any]:
-        """Ask the server's own loop for something; the loop is started by the first to ask."""
+        """Run a method of `_Life` on the server's event loop; the first call starts the thread and its loop."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 ready = threading.Event()
@@ -113,19 +113,19 @@ class MCPServer:
         asyncio.run(live())
 
     def stop(self) -> None:
-        """End the server."""
+        """Stop the server."""
         with self._lock:
             thread, loop, life = self._thread, self._loop, self._life
             self._thread = self._loop = self._life = None
         if thread is None or loop is None or life is None or not thread.is_alive():
             return
-        with contextlib.suppress(RuntimeError):  # its loop has just ended
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
             loop.call_soon_threadsafe(life.stop)
         thread.join(2 * STOP_S)
 
 
 class _Life:
-    """What happens on the server's loop: one connection after another, calls beside one another or alone."""
+    """The state on the server's event loop: the current connection, and which calls may run concurrently."""
 
     def __init__(self, config: MCPServerConfig) -> None:
         self.config = config
@@ -143,7 +143,7 @@ class _Life:
         return self._connection is not None and not self._connection.has_ended
 
     async def wait(self) -> None:
-        """Until `stop`; then nothing is left running."""
+        """Wait for `stop`, then close the connection."""
         await self._stopping.wait()
         if self._connection is not None:
             await self._connection.close()
@@ -157,28 +157,28 @@ class _Life:
             async with asyncio.timeout(START_S):
                 return await connection.ask(_listed(connection.session))
         except TimeoutError:
-            problem = f"not within {START_S:g} s"
+            problem = f"no answer within {START_S:g} s"
         except AnswerError as error:
             problem = str(error)
         raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: {problem}")
 
     async def list(self) -> list[Any]:
-        """What the server says of its tools, page by page."""
-        with contextlib.suppress(EndedError):  # by a call beside it, perhaps
+        """The server's descriptions of its tools, from all pages."""
+        with contextlib.suppress(EndedError):  # perhaps because of a concurrent call
             return await self._ask_for_tools()
-        async with self._alone():
+        async with self._exclusively():
             with contextlib.suppress(EndedError):
                 return await self._ask_for_tools()
-        raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: it ended, twice")
+        raise InfraError(f"the MCP server {self.config.name!r} does not list its tools: it ended twice")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         with contextlib.suppress(EndedError):
-            async with self._beside_others():
+            async with self._concurrently():
                 return await self._ask(name, arguments)
-        async with self._alone():
+        async with self._exclusively():
             with contextlib.suppress(EndedError):
                 return await self._ask(name, arguments)
-        raise InfraError(f"the MCP server {self.config.name!r} has ended, twice, when {name!r} was called")
+        raise InfraError(f"the MCP server {self.config.name!r} ended twice when {name!r} was called")
 
     async def _ask(self, name: str, arguments: dict[str, Any]) -> Any:
         connection = await self._connected()
@@ -196,7 +196,7 @@ class _Life:
             return self._connection
 
     async def _new_connection(self) -> Connection:
-        """A server over HTTP may be away for a moment; one that is started here either starts or does not."""
+        """Connect, with retries for a server over HTTP, which may be unavailable for a moment."""
         for delay_s in RETRY_DELAYS_S if self.config.url is not None else ():
             connection = Connection(self.config)
             try:
@@ -209,7 +209,7 @@ class _Life:
         return connection
 
     @contextlib.asynccontextmanager
-    async def _beside_others(self) -> AsyncIterator[None]:
+    async def _concurrently(self) -> AsyncIterator[None]:
         while not self._may_start.is_set():
             await self._may_start.wait()
         self._n_calls += 1
@@ -222,8 +222,8 @@ class _Life:
                 self._is_idle.set()
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """While no other call runs: whoever's call ends the server now has ended it."""
+    async def _exclusively(self) -> AsyncIterator[None]:
+        """Run without concurrent calls, so that if the server ends, this call is the cause."""
         async with self._retrying:
             self._may_start.clear()
             try:
@@ -236,12 +236,12 @@ class _Life:
 async def _listed(session: Any) -> list[Any]:
     from mcp.types import PaginatedRequestParams
 
-    takes_params = "params" in inspect.signature(session.list_tools).parameters  # early versions do not
+    takes_params = "params" in inspect.signature(session.list_tools).parameters  # not in early versions
     page = await session.list_tools()
     listed, cursors = list(page.tools), set()
     while cursor := getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None):
         if cursor in cursors:
-            raise InfraError(f"it sends the page {cursor!r} over and over")
+            raise InfraError(f"the server sends the page {cursor!r} repeatedly")
         cursors.add(cursor)
         params = PaginatedRequestParams(cursor=cursor)
         page = await session.list_tools(**({"params": params} if takes_params else {"cursor": cursor}))
@@ -251,7 +251,7 @@ async def _listed(session: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _RemoteTool:
-    """The function of a server's tool; an object, so that environments that hold it can be pickled."""
+    """The function of a server's tool; a class, so that environments with this tool can be pickled."""
 
     server: MCPServer
     name: str
@@ -262,12 +262,12 @@ class _RemoteTool:
 
 
 def server_of(tool: Tool) -> MCPServer | None:
-    """The server that a tool is of; None for any other tool."""
+    """The MCP server of a tool; None for any other tool."""
     return tool.function.server if isinstance(tool.function, _RemoteTool) else None
 
 
 def _content(result: Any, config: MCPServerConfig) -> Content:
-    """What a server returned, as a message's content: text, or parts where there is an image; no secrets in it."""
+    """A server's result as message content, without secrets: a text, or parts if there is an image."""
     parts = [_part(block, config) for block in result.content or ()]
     if all(part["type"] == "text" for part in parts):
         text = "\n".join(part["text"] for part in parts)

@@ -1,4 +1,4 @@
-"""Programs that a model wrote → what they printed and gave, run in the sandbox and nowhere else."""
+"""Programs that a model wrote → their output and value; they only run in the sandbox."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUEUE_S = 3600.0
 
 @functools.cache
 def _shared(language: Language) -> Sandbox:
-    """One sandbox for all calls of the plain tools; each call has a process of its own."""
+    """One sandbox for all calls of the plain tools; each call has its own process."""
     return Sandbox(language=language)
 
 
@@ -66,7 +66,7 @@ async def _bash(command: str) -> str:
 
 
 def _as_function(name: str, coroutine: Any) -> Callable[[str], Any]:
-    """Plain code gets the text, async code awaits it. The limit is the sandbox's own; calls may queue for a place."""
+    """A function that sync code calls and async code awaits. The sandbox has its own limit; calls may queue for it."""
     function = calls.both(coroutine)
     function.__name__ = function.__qualname__ = name
     function.timeout_s = QUEUE_S  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ bash = _as_function("bash", _bash)
 
 
 def report(result: Result, *, with_value: bool = True) -> str:
-    """What a model reads of a cell: output, value, error; a remark where there is nothing to show.
+    """What a model reads of a cell: output, value and error, or ``(no output)``.
 
     >>> report(Result(status="ok", stdout="working\\n", value="4"))
     'working\\n4'

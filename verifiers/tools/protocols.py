@@ -1,6 +1,6 @@
-"""A reply → the tool calls in it, in both ways of writing them: as the endpoint lists them, or in ``<tool>`` tags.
+"""A reply → its tool calls, in both formats: listed by the endpoint, or in ``<tool>`` tags.
 
-Nothing raises here but `read_arguments`: what is wrong with a call goes with it, and the model is told.
+Only `read_arguments` raises: a malformed call carries its problem, which is shown to the model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from verifiers.types import ChatMessage, Messages
 TAG = "tool"
 NAMELESS = "unnamed"
 EXAMPLE = '<tool>{"name": "<tool name>", "arguments": {"<argument>": <value>}}</tool>'
-MAX_OPENINGS = 10_000  # of tags in one reply that are looked into
-MAX_DEPTH = 1_000  # of brackets in one call; JSON cannot be read much deeper
+MAX_OPENINGS = 10_000  # opening tags per reply that are examined
+MAX_DEPTH = 1_000  # of brackets in one call; Python's JSON parser does not read much deeper
 _SPACES = " \t\r\n"
 _MARK = re.compile(r'[][{}"<\\]')
 _STRING_MARK = re.compile(r'["\\]')
@@ -30,7 +30,7 @@ _STRING_MARK = re.compile(r'["\\]')
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call as the model wrote it; ``problem`` says why it cannot be carried out."""
+    """One call as the model wrote it; ``problem`` says why it cannot be executed."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ class Call:
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:
-    """The arguments of a call as a dict: they are one, or its JSON; nothing at all is none.
+    """The arguments of a call as a dict, from a dict or from JSON; missing arguments are an empty dict.
 
     >>> read_arguments('{"a": 1}'), read_arguments(""), read_arguments(None)
     ({'a': 1}, {}, {})
@@ -52,7 +52,7 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
         raise BadJSONError(f"the arguments must be a JSON object, not {_shown(arguments)}")
     try:
         value = json.loads(arguments, strict=False)
-        if isinstance(value, str):  # JSON within JSON: some models write it so
+        if isinstance(value, str):  # some models write JSON within JSON
             value = json.loads(value, strict=False)
     except (ValueError, RecursionError) as error:
         raise BadJSONError(f"the arguments are not valid JSON ({_reason(error)}): {_shown(arguments)}") from error
@@ -72,11 +72,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-# --- as the endpoint lists them -----------------------------------------------------------------------------------
+# --- calls that the endpoint lists --------------------------------------------------------------------------------
 
 
 def native_calls(message: Any) -> list[Call]:
-    """The calls that an assistant message lists, whatever shape they came in.
+    """The calls that an assistant message lists, in any shape.
 
     >>> native_calls({"tool_calls": [{"id": "7", "function": {"name": "add", "arguments": '{"a": 1}'}}]})[0].name
     'add'
@@ -88,7 +88,7 @@ def native_calls(message: Any) -> list[Call]:
 
 
 def _native_call(call: Any, index: int) -> Call:
-    if isinstance(call, str):  # stored data sets hold them as JSON
+    if isinstance(call, str):  # stored data sets have calls as JSON text
         try:
             call = json.loads(call)
         except (ValueError, RecursionError):
@@ -98,13 +98,13 @@ def _native_call(call: Any, index: int) -> Call:
     function = _field(call, "function")
     name, arguments = _field(function, "name"), _field(function, "arguments")
     if not isinstance(name, str) or not name:
-        problem = BadJSONError("the call names no function")
+        problem = BadJSONError("the call has no function name")
         return Call(id=call_id, name="", arguments=arguments, problem=problem)
     return Call(id=call_id, name=name, arguments=arguments)
 
 
 def as_sent(messages: Messages) -> Messages:
-    """Messages as strict endpoints take them back: calls that are none are made into some, in a copy.
+    """Messages in the form that strict endpoints accept: malformed calls are made valid, in a copy.
 
     >>> cut = {"id": "7", "function": {"name": "add", "arguments": '{"a'}}
     >>> as_sent([{"role": "assistant", "tool_calls": [cut]}])[0]["tool_calls"][0]["function"]
@@ -141,7 +141,7 @@ def _is_strict(call: Any) -> bool:
 def _call_as_sent(call: Call) -> dict[str, Any]:
     try:
         arguments = json.dumps(read_arguments(call.arguments), allow_nan=False)
-    except (BadJSONError, TypeError, ValueError):  # kept as text, for the model to see what it wrote
+    except (BadJSONError, TypeError, ValueError):  # kept as text, so that the model sees what it wrote
         arguments = json.dumps({"arguments": str(call.arguments)})
     return {"id": call.id, "type": "function", "function": {"name": call.name or NAMELESS, "arguments": arguments}}
 
@@ -155,16 +155,16 @@ def _field(source: Any, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaggedReply:
-    """A reply taken apart: its calls, and the text outside of them."""
+    """A parsed reply: its calls, and the text outside of them."""
 
     calls: list[Call]
     outside: str
 
 
 def tagged_calls(text: str, tag: str = TAG) -> TaggedReply:
-    """The calls between tags, any number of them; one that was cut off, or is not JSON, carries its problem.
+    """All calls between tags; a call that is incomplete or not JSON carries its problem.
 
-    A tag inside a JSON string is part of that string, and what is in a call is no answer.
+    A tag inside a JSON string is part of that string, and text inside a call is not part of the answer.
 
     >>> reply = tagged_calls('Sum: <tool>{"name": "add", "args": {"a": 1}}</tool>')
     >>> reply.calls[0].name, reply.calls[0].arguments, reply.outside
@@ -183,7 +183,7 @@ def tagged_calls(text: str, tag: str = TAG) -> TaggedReply:
         if end < 0:
             limit = len(text) if following < 0 else following
             close = text.find(closing, body, limit)
-            if close < 0 and following >= 0:  # words about the tag, or a false start: the next one counts
+            if close < 0 and following >= 0:  # the text only mentions the tag, or starts over: the next tag counts
                 start = following
                 continue
             outside.append(text[at:start])
@@ -199,7 +199,7 @@ def tagged_calls(text: str, tag: str = TAG) -> TaggedReply:
 
 
 def _json_block(text: str, at: int, closing: str) -> tuple[Any, int]:
-    """The JSON value that fills a tag, and where the tag ends; -1 where it is not one."""
+    """The JSON value that fills a tag, and the position after the tag; -1 if it is not JSON."""
     at = _skip(text, at)
     end = _json_end(text, at) if text[at : at + 1] in ("{", "[") else -1
     after = _skip(text, end)
@@ -212,10 +212,10 @@ def _json_block(text: str, at: int, closing: str) -> tuple[Any, int]:
 
 
 def _json_end(text: str, at: int) -> int:
-    """Where the brackets that open here are closed again; -1 where they are not.
+    """The position after the bracket that closes the one at ``at``; -1 if there is none.
 
-    A ``<`` outside of strings ends the search at once: it cannot be JSON, and a reply of nothing but tags then takes
-    linear time.
+    A ``<`` outside of strings ends the search, because it cannot be JSON; so a reply of nothing but tags takes linear
+    time.
     """
     depth = 0
     while found := _MARK.search(text, at):
@@ -239,7 +239,7 @@ def _string_end(text: str, at: int) -> int:
     while found := _STRING_MARK.search(text, at):
         if found[0] == '"':
             return found.end()
-        at = found.end() + 1  # whatever a backslash stands before
+        at = found.end() + 1  # skip the escaped character
     return -1
 
 
@@ -260,7 +260,7 @@ def _tagged_call(value: Any, index: int) -> Call:
     call_id = f"call_{index}"
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
-        problem = BadJSONError(f'a call is a JSON object with "name" and "arguments", not {_shown(value)}')
+        problem = BadJSONError(f'a call must be a JSON object with "name" and "arguments", not {_shown(value)}')
         return Call(id=call_id, name="", arguments={}, problem=problem)
     for key in ("arguments", "args", "parameters"):
         if key in value:
@@ -271,7 +271,7 @@ def _tagged_call(value: Any, index: int) -> Call:
 def _broken(body: str, closing: str, index: int, *, is_cut: bool) -> Call:
     problem: Error
     if is_cut:
-        problem = NoCallError(f"the call was cut off: there is no {closing} after it. Write {EXAMPLE}")
+        problem = NoCallError(f"the call is incomplete: {closing} is missing. Write {EXAMPLE}")
     else:
         try:
             json.loads(body, strict=False)
@@ -282,11 +282,11 @@ def _broken(body: str, closing: str, index: int, *, is_cut: bool) -> Call:
     return Call(id=f"call_{index}", name="", arguments={}, problem=problem)
 
 
-# --- what a model is told of tools in tags ------------------------------------------------------------------------
+# --- describing tools to the model --------------------------------------------------------------------------------
 
 
 def describe_tools(schemas: Sequence[Schema]) -> str:
-    """The tools in words, for a system prompt.
+    """The tools as text, for a system prompt.
 
     >>> print(describe_tools([{"type": "function", "function": {"name": "now", "description": "The time."}}]))
     now: The time.

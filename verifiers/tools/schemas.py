@@ -1,4 +1,4 @@
-"""A type hint → JSON Schema; and a value that a model wrote → a value of that type, or a sentence about why not."""
+"""A type hint → JSON Schema; a value that a model wrote → a value of that type, or an error message."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PLAIN: dict[Any, Schema] = {
 }
 _HINTS = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _ARRAYS = (list, set, frozenset, Sequence, Collection, Iterable)
-MAX_DEPTH = 8  # types that contain themselves end here
+MAX_DEPTH = 8  # limits recursive types
 
 
 def schema_of(hint: Any, _depth: int = 0) -> Schema:
-    """The JSON Schema of a type hint; of one that JSON cannot describe, the schema that allows anything.
+    """The JSON Schema of a type hint; ``{}``, which allows anything, if JSON Schema cannot describe it.
 
     >>> schema_of(list[int] | None)
     {'anyOf': [{'type': 'array', 'items': {'type': 'integer'}}, {'type': 'null'}]}
@@ -101,7 +101,7 @@ def _class_schema(cls: type, depth: int) -> Schema:
 
 def _typed_dict(cls: Any, depth: int) -> Schema:
     hints = typing.get_type_hints(cls, include_extras=True)
-    # Where annotations are strings, the class itself has not seen its marks.
+    # If annotations are strings, `__required_keys__` ignores Required and NotRequired.
     marks = {name: get_origin(hint) for name, hint in hints.items()}
     optional = {name for name, mark in marks.items() if mark is typing.NotRequired}
     required = {name for name, mark in marks.items() if mark is typing.Required} | cls.__required_keys__
@@ -117,12 +117,12 @@ def _object(hints: Mapping[str, Any], required: Collection[str], depth: int) -> 
 
 
 def _bare(hint: Any) -> Any:
-    """A TypedDict's field without ``Required[…]`` or ``NotRequired[…]`` around it."""
+    """The type of a TypedDict's field, without ``Required[…]`` or ``NotRequired[…]``."""
     return get_args(hint)[0] if get_origin(hint) in (typing.Required, typing.NotRequired) else hint
 
 
 def _library_schema(cls: type) -> Schema:
-    """Dates, decimals, UUIDs: what msgspec knows; any other class may be anything."""
+    """The schema of classes that msgspec knows (dates, decimals, UUIDs); ``{}`` for other classes."""
     try:
         schema = msgspec.json.schema(cls)
     except (TypeError, RuntimeError):
@@ -131,7 +131,7 @@ def _library_schema(cls: type) -> Schema:
 
 
 def description_in(hint: Any) -> str:
-    """What ``Annotated[int, "…"]`` says of an argument; a pydantic ``Field`` or msgspec ``Meta`` is read too.
+    """The description in ``Annotated[int, "…"]``; pydantic's ``Field`` and msgspec's ``Meta`` work as well.
 
     >>> description_in(Annotated[int, "how many"])
     'how many'
@@ -144,7 +144,7 @@ def description_in(hint: Any) -> str:
 
 
 def hint_of(schema: Any) -> Any:
-    """A type hint for a JSON Schema, as far as it names a simple type: for tools that come with a schema.
+    """The type hint for a JSON Schema of a simple type, for tools that come with a schema; else ``Any``.
 
     >>> hint_of({"type": "integer"}), hint_of({"anyOf": [{"type": "string"}, {"type": "null"}]})
     (<class 'int'>, typing.Any)
@@ -160,7 +160,7 @@ def hint_of(schema: Any) -> Any:
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """A JSON value as the type that a hint asks for, with the slips of models forgiven; ValueError if it is not one.
+    """Convert a JSON value to the type of a hint, tolerating common mistakes of models; raises ValueError otherwise.
 
     >>> fit("3", int), fit(3.0, int), fit("[1, 2]", list[int]), fit(7, str), fit("yes", str | None)
     (3, 3, [1, 2], '7', 'yes')
@@ -168,9 +168,9 @@ def fit(value: Any, hint: Any) -> Any:
     Traceback (most recent call last):
     ValueError: expected integer, got 'three'
     """
-    if not schema_of(hint):  # nothing is known of it, so nothing can be wrong with it
+    if not schema_of(hint):  # an unknown type accepts anything
         return value
-    for attempt in (_strictly, _leniently, _unwrapped, _spelled):
+    for attempt in (_strictly, _leniently, _parsed, _as_string):
         try:
             return attempt(value, hint)
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
@@ -186,15 +186,15 @@ def _leniently(value: Any, hint: Any) -> Any:
     return _converted(value, hint, strict=False)
 
 
-def _unwrapped(value: Any, hint: Any) -> Any:
-    """JSON within a string: ``"[1, 2]"`` for a list."""
+def _parsed(value: Any, hint: Any) -> Any:
+    """Parse JSON within a string: ``"[1, 2]"`` for a list."""
     if not isinstance(value, str):
-        raise ValueError("only a text can hold JSON")
+        raise ValueError("only a text can contain JSON")
     return _converted(msgspec.json.decode(value), hint, strict=False)
 
 
-def _spelled(value: Any, hint: Any) -> Any:
-    """A number where a text is asked for is its digits."""
+def _as_string(value: Any, hint: Any) -> Any:
+    """Convert a number to text if the type is a text."""
     if isinstance(value, (dict, list)) or value is None:
         raise ValueError("not a number")
     return _converted(msgspec.json.encode(value).decode(), hint, strict=True)
@@ -207,7 +207,7 @@ def _converted(value: Any, hint: Any, *, strict: bool) -> Any:
         return validate(value)
     try:
         return msgspec.convert(value, hint, strict=strict)
-    except TypeError:  # a hint that msgspec does not take
+    except TypeError:  # a hint that msgspec does not support
         if get_origin(hint) not in (Union, types.UnionType):
             return value
     for arg in get_args(hint):
@@ -219,7 +219,7 @@ def _converted(value: Any, hint: Any, *, strict: bool) -> Any:
 
 
 def _named(hint: Any) -> str:
-    """A hint in the words of JSON: ``integer``, ``array of string``, ``one of "up", "down"``."""
+    """A hint in JSON's terms: ``integer``, ``array of string``, ``one of "up", "down"``."""
     return _in_words(schema_of(hint))
 
 

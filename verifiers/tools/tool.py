@@ -1,4 +1,4 @@
-"""A function → a tool: its schema as OpenAI writes it, and what its arguments must be."""
+"""A function → a tool: its schema in OpenAI's format, and the types of its arguments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that a model may call, with the schema that says so.
+    """A function that a model can call, with its schema.
 
-    Any callable becomes one by `as_tool`; ``hidden`` are arguments that the environment fills in and the model never
-    sees. Without ``timeout_s`` the environment's limit holds. Calls of one turn to tools that are ``sequential`` run
-    one after another, in the order in which the model made them.
+    `as_tool` makes one from any callable. ``hidden`` are arguments that the environment fills in and the model never
+    sees. Without ``timeout_s`` the environment's limit applies. Calls of one turn to ``sequential`` tools run one after
+    another, in the order in which the model made them.
 
     >>> def add(a: int, b: int = 1) -> int:
     ...     '''Add two numbers.'''
@@ -54,8 +54,8 @@ class Tool:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"{self.name!r} cannot be a tool's name: endpoints take up to 64 letters, digits, _ and -; "
-                "give it a name with vf.tools.as_tool(function, name=...)"
+                f"{self.name!r} is not a valid tool name: endpoints accept up to 64 letters, digits, _ and -; "
+                "set a name with vf.tools.as_tool(function, name=...)"
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r} of tool {self.name!r} must be a number above 0")
@@ -65,9 +65,9 @@ class Tool:
         return str(self.schema["function"].get("description", ""))
 
     def check(self, arguments: Mapping[str, Any], *, filled_in: Collection[str] = ()) -> dict[str, Any]:
-        """The arguments as the function wants them; a `ToolError` that names the first thing that is wrong.
+        """Check the arguments and convert them to the function's types; raises a `ToolError` about the first problem.
 
-        Those ``filled_in`` are given by the environment, and not missing.
+        The environment provides the arguments in ``filled_in``, so these may be missing.
         """
         known = {p.name: p for p in self.parameters}
         extra = [name for name in arguments if name not in known]
@@ -98,24 +98,24 @@ def as_tool(
     timeout_s: float | None = None,
     sequential: bool = False,
 ) -> Tool:
-    """A function (or method, or callable object, or a smolagents tool) as a tool; a `Tool` stays what it is.
+    """Make a tool from a function (or method, callable object or smolagents tool); a `Tool` is returned as it is.
 
-    A function with an attribute ``timeout_s`` brings its own limit.
+    A function's attribute ``timeout_s`` sets its limit.
     """
     args_to_skip = tuple(args_to_skip)
     if isinstance(function, Tool):
         if name or description or args_to_skip or timeout_s or sequential:
-            raise TypeError(f"{function.name!r} is a tool already; give the settings where it is made")
+            raise TypeError(f"{function.name!r} is already a tool; pass the settings where it is created")
         return function
     if is_smolagents_tool(function):
         return _from_smolagents(function, timeout_s, sequential=sequential)
     if not callable(function) or isinstance(function, type):
-        raise TypeError(f"a tool is a function with type hints and a docstring, not {function!r:.100}")
+        raise TypeError(f"a tool must be a function with type hints and a docstring, not {function!r:.100}")
     hidden = frozenset(args_to_skip)
     parameters = _parameters(function)
     if unknown := hidden - {p.name for p in parameters}:
         raise ValueError(
-            f"args_to_skip names {sorted(unknown)}, which {name_of(function)!r} does not take; it takes "
+            f"args_to_skip has {sorted(unknown)}, which {name_of(function)!r} does not take; it takes "
             f"{', '.join(p.name for p in parameters) or 'no arguments'}"
         )
     doc = read_docstring(_documented(function))
@@ -144,7 +144,7 @@ def as_tool(
 
 
 def convert_func_to_oai_tool(func: Any, args_to_skip: Iterable[str] = (), **_: Any) -> Schema:
-    """The schema of a function, as OpenAI's chat endpoints take it.
+    """The schema of a function in the format of OpenAI's chat endpoints.
 
     >>> def shout(text: str) -> str:
     ...     '''Say it loudly.
@@ -168,7 +168,7 @@ def from_schema(
     timeout_s: float | None = None,
     sequential: bool = False,
 ) -> Tool:
-    """A tool whose arguments are described by a JSON Schema already."""
+    """A tool from a function and a JSON Schema of its arguments."""
     properties = parameters.get("properties") or {}
     required: Collection[str] = parameters.get("required") or ()
     return Tool(
@@ -198,7 +198,7 @@ def renamed(tool: Tool, name: str) -> Tool:
 
 
 def usable_name(name: str) -> str:
-    """The nearest name that endpoints take.
+    """The name with every character that endpoints refuse replaced, and shortened to their limit.
 
     >>> usable_name("bad.name/x"), usable_name("add")
     ('bad_name_x', 'add')
@@ -207,7 +207,7 @@ def usable_name(name: str) -> str:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, as the model sees it."""
+    """The name of a function, as shown to the model."""
     while isinstance(function, functools.partial):
         function = function.func
     named = getattr(function, "__name__", None) or getattr(function, "name", None)
@@ -234,7 +234,7 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def _documented(function: Any) -> Any:
-    """Whose docstring and hints count: those below partials, and of an object its ``__call__``."""
+    """The function whose docstring and hints count: without partials, and ``__call__`` of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
@@ -244,7 +244,7 @@ def _hints(function: Any) -> dict[str, Any]:
     source = inspect.unwrap(_documented(function))
     try:
         return typing.get_type_hints(source, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # a name known only where the function was written
+    except (NameError, TypeError, AttributeError):  # a name that only exists where the function was defined
         annotations = getattr(source, "__annotations__", {})
         return {name: hint for name, hint in annotations.items() if not isinstance(hint, str)}
 
@@ -272,7 +272,7 @@ def _schema(
 
 
 def is_smolagents_tool(value: Any) -> bool:
-    """Is this a tool of smolagents? Told by its shape: nothing is imported for it."""
+    """Is this a smolagents tool? Checked by its attributes, without imports."""
     return isinstance(getattr(value, "inputs", None), dict) and callable(getattr(value, "forward", None))
 
 
@@ -281,7 +281,7 @@ def _from_smolagents(tool: Any, timeout_s: float | None, *, sequential: bool) ->
     for name, described in tool.inputs.items():
         kind = described.get("type")
         schema = {key: value for key, value in described.items() if key != "nullable"}
-        if kind in ("any", "image", "audio"):  # kinds that JSON Schema does not have
+        if kind in ("any", "image", "audio"):  # types that JSON Schema does not have
             schema.pop("type")
         properties[name] = {**schema, "nullable": True} if described.get("nullable") else schema
     required = [name for name, described in tool.inputs.items() if not described.get("nullable")]

@@ -1,4 +1,4 @@
-"""Import paths of classic 0.1.x; what they name lives elsewhere, beside what it helps."""
+"""Import paths of classic 0.1.x; these modules only re-export names from elsewhere in the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classic import path: awaiting what may be awaited, and limits that may be none."""
+"""Classic import path: awaiting a value that may be awaitable, and optional semaphores."""
 
 from __future__ import annotations
 

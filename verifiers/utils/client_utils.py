@@ -1,4 +1,4 @@
-"""Classic import path: a configuration becomes a client."""
+"""Classic import path: a configuration → a client."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["setup_client"]
 
 
 def setup_client(config: ClientConfig) -> Client:
-    """The client that a configuration describes; its key is read from the environment now."""
+    """The client that a configuration describes; the key is read from the environment now."""
     return as_client(config)

@@ -1,4 +1,4 @@
-"""Classic import path (0.1.10): keys that an environment cannot do without."""
+"""Classic import path (0.1.10): API keys that an environment requires."""
 
 from verifiers.envs.keys import MissingKeyError, ensure_keys
 

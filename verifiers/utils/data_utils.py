@@ -1,4 +1,4 @@
-"""Classic import path: example data sets and the answers in them."""
+"""Classic import path: example data sets and answer extraction."""
 
 from verifiers.envs.example_data import load_example_dataset
 from verifiers.parsers import (

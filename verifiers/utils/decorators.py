@@ -1,4 +1,4 @@
-"""Classic import path (0.1.8) of the marks on methods."""
+"""Classic import path (0.1.8): the method decorators."""
 
 from verifiers.rollout import cleanup, stop, teardown
 

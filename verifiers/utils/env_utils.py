@@ -1,4 +1,4 @@
-"""Classic import path: an id becomes an environment."""
+"""Classic import path: an id → an environment."""
 
 from verifiers.envs.loading import load_environment
 

@@ -1,4 +1,4 @@
-"""Classic import path: an error and what caused it, as a list that can be counted and shown."""
+"""Classic import path: an error and its causes, as a list that can be counted and shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ErrorChain", "get_error_chain", "get_vf_error_chain"]
 def get_error_chain(
     error: BaseException | None, parent_type: type[BaseException] = BaseException
 ) -> list[BaseException]:
-    """An error, its cause, the cause of that, and so on; up to the first that is not of the given kind."""
+    """An error and its chain of causes, up to the first that is not of type ``parent_type``."""
     chain: list[BaseException] = []
     while isinstance(error, parent_type) and error not in chain:
         chain.append(error)
@@ -22,12 +22,12 @@ def get_error_chain(
 
 
 def get_vf_error_chain(error: BaseException | None) -> list[Error]:
-    """The part of the chain that is the library's own errors."""
+    """The chain of causes, up to the first that is not one of the library's errors."""
     return cast(list[Error], get_error_chain(error, Error))
 
 
 class ErrorChain:
-    """A chain of errors; two are equal when the kinds in them are, so that they can be counted.
+    """A chain of errors. Two chains with the same error types are equal, so that they can be counted.
 
     >>> from verifiers.errors import ModelError, wrap
     >>> chain = ErrorChain(wrap(KeyError("x"), ModelError, "the call"))

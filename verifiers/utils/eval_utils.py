@@ -1,4 +1,4 @@
-"""Classic import path: one evaluation from a configuration, its report, and its files."""
+"""Classic import path: an evaluation from a configuration, its report and its files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def print_results(results: Results, event_loop_lags: list[float] | None = None, 
 
 
 def _print_repeats(results: Results) -> None:
-    """Every column of scores, one line for each repeat: ``r1`` has the first rollout of each example."""
+    """Print every score column, one line per repeat: ``r1`` has the first rollout of each example."""
     seen: Counter[object] = Counter()
     repeats: list[int] = []
     for example in results["example_id"]:
@@ -89,7 +89,7 @@ def _rounded(value: float | None) -> float | None:
 def save_rollout_results(
     results: Results, push_to_hf_hub: bool = False, hf_hub_dataset_name: str | None = None
 ) -> None:
-    """Save rollouts that were not saved as they were made; push the scored ones to the hub if asked for."""
+    """Save the rollouts unless they are saved already; push the scored ones to the hub if requested."""
     metadata = results.metadata
     path = metadata.get("path_to_save")
     if path is None or not is_run_dir(path):

@@ -1,4 +1,4 @@
-"""Classic import path: the tokens of a response, and rollouts as one batch for a training loop of one's own."""
+"""Classic import path: the tokens of a response, and rollouts as one batch for a custom training loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _tokens(response: Any, message_type: MessageType) -> Tokens:
     tokens = read_response(response, message_type).tokens
     if tokens is None:
         raise ValueError(
-            "the response carries no token ids with logprobs; ask a vLLM server for logprobs and return_token_ids"
+            "the response has no token ids with logprobs; request logprobs and return_token_ids from a vLLM server"
         )
     return tokens
 
@@ -55,7 +55,7 @@ def process_env_results_vllm(
     mask_truncated_completions: bool = False,
     zero_truncated_completions: bool = False,
 ) -> ProcessedOutputs:
-    """All rollouts as one batch; only what the model sampled has a 1 in the mask."""
+    """All rollouts as one batch; the mask is 1 only for tokens that the model sampled."""
     rollouts = zip(prompts, completions, states, rewards, strict=True)
     return one_batch(
         rollouts,

@@ -19,7 +19,7 @@ def _read(response: Any, message_type: MessageType) -> Completion:
 async def parse_response_tokens(
     response: Any, message_type: MessageType = "chat", max_seq_len: int | None = None
 ) -> TrajectoryStepTokens | None:
-    """The tokens of a reply as a trajectory step keeps them; None where the engine did not give them."""
+    """The tokens of a reply in the format of a trajectory step; None if the engine did not report them."""
     return step_tokens(_read(response, message_type).tokens, max_seq_len)
 
 
@@ -30,5 +30,5 @@ async def parse_response_messages(response: Any, message_type: MessageType = "ch
 
 
 async def parse_is_truncated(response: Any, message_type: MessageType = "chat") -> bool:
-    """Did the reply end because it was long enough?"""
+    """Did the reply end at a length limit?"""
     return _read(response, message_type).is_truncated

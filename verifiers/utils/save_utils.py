@@ -1,4 +1,4 @@
-"""Classic import path: rollouts as plain data, and the files that hold them."""
+"""Classic import path: rollouts as plain data, and their files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def make_serializable(value: Any) -> Any:
-    """What JSON does not know as something it does: ``json.dumps(value, default=make_serializable)``.
+    """Convert a value to JSON types: ``json.dumps(value, default=make_serializable)``.
 
     >>> json.dumps({"where": Path("a/b"), "why": ValueError("x")}, default=make_serializable)
     '{"where": "a/b", "why": "ValueError(\\'x\\')"}'
@@ -56,7 +56,7 @@ def states_to_outputs(states: Iterable[State], state_columns: Sequence[str] = ()
 
 
 def save_outputs(outputs: Iterable[Mapping[str, Any]], results_path: Path, mode: str = "w") -> None:
-    """Write rollouts into ``results.jsonl`` of a folder, one a line."""
+    """Write rollouts into ``results.jsonl`` of a folder, one per line."""
     folder = Path(results_path)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "results.jsonl", f"{mode}b") as file:
@@ -65,12 +65,12 @@ def save_outputs(outputs: Iterable[Mapping[str, Any]], results_path: Path, mode:
 
 
 def save_new_outputs(new_outputs: Iterable[Mapping[str, Any]], results_path: Path) -> None:
-    """Add rollouts to those that a folder holds already."""
+    """Append rollouts to those in a folder."""
     save_outputs(new_outputs, results_path, mode="a")
 
 
 def load_outputs(results_path: Path) -> list[RolloutOutput]:
-    """The rollouts in a folder; a last line that was cut off is left out."""
+    """The rollouts in a folder; an incomplete last line is ignored."""
     lines = (Path(results_path) / "results.jsonl").read_bytes().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n") and line.strip()]
     return [RolloutOutput(json.loads(line)) for line in whole]
@@ -84,7 +84,7 @@ def save_metadata(metadata: Mapping[str, Any], result_path: Path) -> None:
 
 
 def sanitize_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's metadata is saved beside its rollouts.
+    """The part of a run's metadata that is saved with its rollouts.
 
     >>> sanitize_metadata({"model": "m", "date": "today", "path_to_save": "a/b"})
     {'model': 'm'}
@@ -99,6 +99,6 @@ def save_to_disk(outputs: Iterable[Mapping[str, Any]], metadata: Mapping[str, An
 
 
 def get_hf_hub_dataset_name(results: Results) -> str:
-    """A name for a run on the hub: environment, model, how many examples and how often each."""
+    """A name for a run on the hub: environment, model, number of examples, rollouts per example."""
     of = results.metadata
     return f"{of['env_id']}_{of['model'].replace('/', '_')}_n{of['num_examples']}_r{of['rollouts_per_example']}"

@@ -1,4 +1,4 @@
-"""Classic import path: a function's schema as 0.1.9 writes it."""
+"""Classic import path: a function's schema in the form of 0.1.9."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["convert_func_to_oai_tool", "is_valid_tool_content_parts"]
 
 
 def convert_func_to_oai_tool(func: Any, args_to_skip: Iterable[str] = (), **_: Any) -> Schema:
-    """A function's schema with a title for each argument, and each of them required, as strict endpoints want it.
+    """A function's schema in which each argument has a title and is required, as strict endpoints demand.
 
     >>> def shout(text: str, times: int = 1) -> str: return text.upper() * times
     >>> convert_func_to_oai_tool(shout)["function"]["parameters"]["required"]
@@ -23,7 +23,7 @@ def convert_func_to_oai_tool(func: Any, args_to_skip: Iterable[str] = (), **_: A
     schema = tool.convert_func_to_oai_tool(func, args_to_skip)
     function = schema["function"]
     doc = read_docstring(func)
-    if function["description"] == doc.description:  # what comes back is told by newer schemas only
+    if function["description"] == doc.description:  # only newer schemas describe the return value
         function = {**function, "description": doc.summary}
     parameters = function["parameters"]
     titled = {name: {**one, "title": name.replace("_", " ").title()} for name, one in parameters["properties"].items()}

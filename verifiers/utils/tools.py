@@ -1,4 +1,4 @@
-"""Classic import path: tools that are ready to be used."""
+"""Classic import path: ready-made tools."""
 
 from verifiers.tools.arithmetic import calculator
 from verifiers.tools.programs import bash, python, python_executor

@@ -413,7 +413,7 @@ def test_an_address_where_no_cluster_answers_is_one_sentence(cluster: Cluster, t
     assert done.returncode == 2
     assert "no Ray cluster answers" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "is no address of a Ray cluster" in refused("ray:nonsense")
+    assert "is not an address of a Ray cluster" in refused("ray:nonsense")
     assert "Ray client" in refused("ray:ray://127.0.0.1:10001")
 
 
@@ -428,7 +428,7 @@ def test_another_cluster_than_the_one_this_process_is_connected_to_is_refused(cl
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
     try:
         port = cluster.address.rpartition(":")[2]
-        with pytest.raises(ValueError, match="is connected to the Ray cluster"):
+        with pytest.raises(ValueError, match="is already connected to the Ray cluster"):
             twice(2).evaluate(client=vf.FakeClient(digit), model="m", workers=f"ray:localhost:{port}", use_tqdm=False)
         assert ray.is_initialized(), "what was connected before stays so"
     finally:

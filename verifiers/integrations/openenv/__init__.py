@@ -1,4 +1,4 @@
-"""OpenEnv: environments behind a WebSocket, played here with their actions as tools."""
+"""OpenEnv: environments behind a WebSocket, with their actions as tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema of an environment's actions → tools; its observations → text that a model reads."""
+"""The schema of an environment's actions → tools; its observations → text for the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from verifiers.tools.tool import Tool, from_schema, usable_name
 
 Act = Callable[..., Any]
-"""What carries an action out: it gets the fixed fields of the action and, by name, those that the model gave."""
+"""Executes an action: gets the model's arguments by name, and is bound to the action's fixed fields."""
 
 
 def is_mcp(schema: Mapping[str, Any]) -> bool:
-    """Are the actions of an environment the calls of MCP tools, which it lists by itself?"""
+    """Are the actions calls of MCP tools, which the environment lists itself?"""
     return {"tool_name", "arguments"} <= (schema.get("properties") or {}).keys()
 
 
@@ -32,7 +32,7 @@ def mcp_tools(listed: Sequence[Mapping[str, Any]], make: Callable[[dict[str, Any
 
 
 def action_tools(schema: Mapping[str, Any], make: Callable[[dict[str, Any]], Act]) -> list[Tool]:
-    """One tool for each kind of action: for all of them one, unless the schema is a choice of several.
+    """One tool for each kind of action; a schema without ``oneOf`` or ``anyOf`` is one kind.
 
     >>> echo = {"title": "EchoAction", "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}}
     >>> (tool,) = action_tools(echo, lambda fixed: print)
@@ -82,7 +82,7 @@ def _snake(title: str) -> str:
 
 
 def as_text(observation: Any) -> str:
-    """What a model reads of an observation: its text where that is all there is, else its fields as JSON.
+    """An observation as the model reads it: its text if it has nothing else, otherwise its fields as JSON.
 
     >>> as_text({"board": "X.O", "metadata": {}}), as_text({"score": 1, "text": "go on"})
     ('X.O', '{"score": 1, "text": "go on"}')
@@ -94,7 +94,7 @@ def as_text(observation: Any) -> str:
     told = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})
     }
-    if "tool_name" in told:  # of an MCP tool: what it returned
+    if "tool_name" in told:  # the result of an MCP tool
         return as_text(_result(told.get("error") or told.get("result", "")))
     if len(told) == 1 and isinstance(only := next(iter(told.values())), str):
         return only
@@ -102,7 +102,7 @@ def as_text(observation: Any) -> str:
 
 
 def _result(result: Any) -> Any:
-    """An MCP result as servers wrap it: its value, or the texts of its content."""
+    """The value in an MCP result, or the texts of its content."""
     if not isinstance(result, Mapping):
         return result
     if result.get("data") is not None:

@@ -11,21 +11,21 @@ import aiohttp
 from verifiers.clients import wire
 from verifiers.errors import InfraError, ToolCallError
 
-MOST_BYTES = 100 << 20  # of a message: observations may be pictures
+MOST_BYTES = 100 << 20  # per message: observations may be images
 HEARTBEAT_S = 20.0
 LONGEST_PAUSE_S = 2.0
 
 
 class ActionRefusedError(ToolCallError):
-    """The server could not carry out an action: the model is told, and may try another."""
+    """The server refused an action: the model reads the message and may try another one."""
 
 
 class FullError(InfraError):
-    """The server has as many sessions as it takes."""
+    """The server has reached its maximum number of sessions."""
 
 
 class Connection:
-    """A session on a server, from its first message to its close."""
+    """One session on a server."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None, timeout_s: float) -> None:
         self._url, self._headers, self._timeout_s = url, dict(headers or {}), timeout_s
@@ -39,13 +39,13 @@ class Connection:
                 reply.raise_for_status()
                 body = await reply.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise InfraError(f"the OpenEnv server at {self._url} gives no schema: {_said(error)}") from error
+            raise InfraError(f"the OpenEnv server at {self._url} returned no schema: {_said(error)}") from error
         if not isinstance(body, dict) or not isinstance(body.get("action"), dict):
-            raise InfraError(f"{self._url}/schema is no schema of an OpenEnv server")
+            raise InfraError(f"{self._url}/schema is not the schema of an OpenEnv server")
         return body
 
     async def begin(self, kind: str, data: Mapping[str, Any], *, wait_s: float) -> dict[str, Any]:
-        """The first message of a session; while the server has none to spare, wait for one."""
+        """Send the first message of a session; if the server is full, wait up to ``wait_s`` for a free session."""
         ends, pause_s = asyncio.get_running_loop().time() + wait_s, 0.05
         while True:
             try:
@@ -53,19 +53,19 @@ class Connection:
             except FullError:
                 if asyncio.get_running_loop().time() + pause_s > ends:
                     raise
-            await self._hang_up()
+            await self._disconnect()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one message and give what the server answers."""
+        """Send one message; returns the server's answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 socket = await self._connected()
                 try:
                     await socket.send_str(wire.encode({"type": kind, "data": dict(data)}).decode())
                 except ConnectionError:
-                    pass  # a full server says so and closes, perhaps before it was asked
+                    pass  # a full server sends an error and closes, perhaps before this message
                 frame = await socket.receive()
         except TimeoutError as error:
             raise InfraError(f"the OpenEnv server at {self._url} did not answer in {self._timeout_s:g} s") from error
@@ -87,7 +87,7 @@ class Connection:
             self._socket = await self._session().ws_connect(url, max_msg_size=MOST_BYTES, heartbeat=HEARTBEAT_S)
         return self._socket
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         socket, self._socket = self._socket, None
         if socket is not None:
             try:
@@ -97,7 +97,7 @@ class Connection:
             await socket.close()
 
     async def close(self) -> None:
-        await self._hang_up()
+        await self._disconnect()
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -108,15 +108,15 @@ def _read(text: str) -> dict[str, Any]:
         message = wire.decode(text.encode())
         kind, data = message["type"], message.get("data") or {}
         if not isinstance(data, dict):
-            raise TypeError("data is an object")
+            raise TypeError("data must be an object")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InfraError(f"an OpenEnv server answered {text!r:.100}, which is no message of its protocol") from error
+        raise InfraError(f"an OpenEnv server answered {text!r:.100}, which is not a message of its protocol") from error
     if kind != "error":
         answer: dict[str, Any] = data
         return answer
     code, said = data.get("code"), str(data.get("message") or "it failed")
     if code == "CAPACITY_REACHED":
-        raise FullError(f"the OpenEnv server has no session to spare: {said}")
+        raise FullError(f"the OpenEnv server has no free session: {said}")
     if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
         known = [one for one in data.get("errors") or () if isinstance(one, dict)]
         wrong = [f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg')}" for one in known]

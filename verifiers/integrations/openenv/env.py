@@ -1,4 +1,4 @@
-"""An OpenEnv server or package → an environment: actions are tools, observations answers, rewards a score."""
+"""An OpenEnv server or package → an environment: actions are tools, observations are replies, rewards are a score."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NUM_EPISODES = 100
 TIMEOUT_S = 60.0
 WAIT_S = 600.0
 SYSTEM_PROMPT = "You act in an environment by calling tools. Go on until it says that you are done."
-_SESSION = "_openenv_session"  # among the arguments of a tool: no action has one of this name
+_SESSION = "_openenv_session"  # a hidden argument of the tools; no action has an argument with this name
 
 
 def episode_return(state: State) -> float:
-    """The sum of the rewards that the server gave."""
+    """The sum of the server's rewards."""
     rewards = [reward for reward in state.get("env_rewards") or () if reward is not None]
     if not rewards and state.get("env_steps"):
-        raise ValueError("the server gave no reward for any step; score the rollouts with a rubric of your own")
+        raise ValueError("the server gave no reward for any step; score the rollouts with your own rubric")
     return float(sum(rewards))
 
 
@@ -37,8 +37,8 @@ class OpenEnv(ToolEnv):
     """The environments of an OpenEnv server, one session for each rollout: ``OpenEnv("http://127.0.0.1:8000")``.
 
     ``source`` is a server's URL, or the name of an installed package, whose server (``package.server.app:app``, or the
-    ``module:app`` that is named) is then started here. A row is an episode: ``info["reset"]`` goes to its ``reset``,
-    and where no rows are given they are ``num_episodes`` seeds. What ``reset`` shows stands after the row's prompt.
+    given ``module:app``) is then started here. A row is an episode: ``info["reset"]`` has the arguments of ``reset``.
+    Without rows there is one for each of ``num_episodes`` seeds. The first observation is appended to the row's prompt.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OpenEnv(ToolEnv):
         **kwargs: Any,
     ) -> None:
         if not message_timeout_s > 0 or not wait_s >= 0:
-            raise ValueError(f"message_timeout_s={message_timeout_s!r} and wait_s={wait_s!r} are seconds, 0 or more")
+            raise ValueError(f"{message_timeout_s=} must be above 0, and {wait_s=} 0 or more (both in seconds)")
         self.source = source.rstrip("/")
         self.headers, self.message_timeout_s, self.wait_s, self.show = headers, message_timeout_s, wait_s, show
         self._server = None if "://" in source else PackageServer(source)
@@ -71,7 +71,7 @@ class OpenEnv(ToolEnv):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Sessions and a server of this process stay where they are."""
+        """Leave out the sessions and the server process, which belong to this process."""
         away = ("_connections", "_server")
         return {key: value for key, value in super().__getstate__().items() if key not in away}
 
@@ -87,8 +87,8 @@ class OpenEnv(ToolEnv):
         try:
             await self._learn_tools(connection)
             shown = await connection.begin("reset", self._reset_args(state), wait_s=self.wait_s)
-        except ActionRefusedError as error:  # nobody but the server has done anything yet
-            raise InfraError(f"the OpenEnv server at {self.source} could not begin an episode: {error}") from error
+        except ActionRefusedError as error:  # the model has not acted yet, so the server is to blame
+            raise InfraError(f"the OpenEnv server at {self.source} could not start an episode: {error}") from error
         except InfraError as error:
             raise self._explained(error) from error
         state["env_rewards"], state["env_steps"] = [], 0
@@ -104,7 +104,7 @@ class OpenEnv(ToolEnv):
     def _reset_args(self, state: State) -> Mapping[str, Any]:
         args = (state.get("info") or {}).get("reset", {"seed": state["example_id"]})
         if not isinstance(args, Mapping):
-            raise HookError(f"a row's info['reset'] holds the arguments of reset by name, not {args!r:.100}")
+            raise HookError(f"a row's info['reset'] must be a dict of arguments of reset, not {args!r:.100}")
         return args
 
     def _connect(self) -> Connection:
@@ -116,7 +116,7 @@ class OpenEnv(ToolEnv):
         return error if why is None else InfraError(why)
 
     async def _learn_tools(self, connection: Connection) -> None:
-        """Ask the server once what its actions are."""
+        """Get the actions from the server, once per environment."""
         if self._is_known:
             return
         action, listed = (await connection.schema())["action"], dict[str, Any]()
@@ -126,15 +126,15 @@ class OpenEnv(ToolEnv):
                 tools = mcp_tools((listed.get("observation") or {}).get("tools") or (), self._action)
             else:
                 tools = action_tools(action, self._action)
-            if not self._is_known:  # another rollout may have asked meanwhile
-                ToolBox([*self.toolbox, *tools])  # all of them, or none
+            if not self._is_known:  # another rollout may have done this in the meantime
+                ToolBox([*self.toolbox, *tools])  # raises before any is added
                 self._is_known = True
                 for tool in tools:
                     self.toolbox.add(tool)
                 self._tell_endpoint()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InfraError(
-                f"the actions of the OpenEnv server at {self.source} are no tools: {error!r:.200} in "
+                f"the actions of the OpenEnv server at {self.source} cannot be made into tools: {error!r:.200} in "
                 f"{listed or action!r:.200}"
             ) from error
 
@@ -147,7 +147,7 @@ class OpenEnv(ToolEnv):
         return {**arguments, _SESSION: (self, state)} if own else arguments
 
     async def take(self, action: Mapping[str, Any], state: State) -> str:
-        """One step of a rollout's episode; what the model reads of it."""
+        """Take one step in a rollout's episode; returns the observation as the model reads it."""
         if state.get("completed"):
             return "The episode is over."
         answer = await self._connections[state["trajectory_id"]].ask("step", action)
@@ -155,7 +155,7 @@ class OpenEnv(ToolEnv):
         if not isinstance(reward, (int, float, type(None))) or not isinstance(is_done, (bool, type(None))):
             raise InfraError(
                 f"the OpenEnv server at {self.source} answered a step with reward {reward!r:.80} and done "
-                f"{is_done!r:.80}: they are a number and true or false"
+                f"{is_done!r:.80}: these must be a number and a boolean"
             )
         state["env_steps"] += 1
         state["env_rewards"].append(reward)
@@ -163,7 +163,7 @@ class OpenEnv(ToolEnv):
             state["completed"], state["stop_condition"] = True, "episode_done"
         return self.show(answer.get("observation")) or "(nothing to see)"
 
-    # --- its end --------------------------------------------------------------------------------------------------
+    # --- clean-up -------------------------------------------------------------------------------------------------
 
     @cleanup
     async def end_session(self, state: State) -> None:
@@ -174,7 +174,7 @@ class OpenEnv(ToolEnv):
 
     @teardown
     async def stop_server(self) -> None:
-        """End the server that was started for a package."""
+        """Stop the server that was started for a package."""
         if self._server is not None:
             self._server.stop()
 

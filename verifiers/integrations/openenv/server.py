@@ -1,4 +1,4 @@
-"""The name of an OpenEnv package → its server in a process of its own, on this machine only."""
+"""The name of an OpenEnv package → its server in a separate process that listens on this machine only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_CHARS = 2000
 
 
 class PackageServer:
-    """A server that starts when it is first needed; what it started ends with it."""
+    """A server process that starts on first use. Stopping it also kills its child processes."""
 
     def __init__(self, package: str) -> None:
         module, _, name = package.partition(":")
@@ -32,7 +32,7 @@ class PackageServer:
 
     @property
     def url(self) -> str:
-        """Where it listens. It may not answer yet, but who asks is heard once it does."""
+        """The server's URL. Requests wait while the server is still starting, because its socket already listens."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -45,12 +45,12 @@ class PackageServer:
                     f"the OpenEnv package {self._module!r} cannot be served: {wanted} is not installed; install the "
                     "package, and pip install 'verifiers[openenv]'"
                 )
-        # The socket is made here, so that its port is known and nobody can take it before the server has it.
+        # The socket is created here, so that the port is known and no other process can take it.
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen(1024)
             self._port = listening.getsockname()[1]
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the server runs)
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (open while the server runs)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "uvicorn", self.app, "--fd", str(listening.fileno()), "--log-level", "warning"],
                 pass_fds=[listening.fileno()],
@@ -61,7 +61,7 @@ class PackageServer:
             )
 
     def why_ended(self) -> str | None:
-        """What it said before it ended by itself; None while it runs."""
+        """The exit code and last output of a server that ended by itself; None while it runs."""
         with self._lock:
             if self._process is None or self._process.poll() is None or self._log is None:
                 return None

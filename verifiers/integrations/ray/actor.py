@@ -1,4 +1,4 @@
-"""The process of a Ray worker: chunks of orders → a stream of what becomes of each."""
+"""The process of a Ray worker: chunks of rollouts to play → a stream of events."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from verifiers.integrations.ray.packages import Package, unpack
 from verifiers.rubrics.shipping import prune
 from verifiers.types import Row
 
-KEPT = 4  # environments that a worker has ready: that of a training, that of its evaluation
+KEPT = 4  # environments that a worker keeps loaded: for training, for evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One rollout to be played; ``name`` is the rollout that its requests are made for."""
+    """One rollout to play; ``name`` identifies it in its requests."""
 
     id: int
     row: Row
@@ -37,7 +37,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """An environment in Ray's object store: `unpack` makes it again."""
+    """An environment in Ray's object store; `unpack` restores it."""
 
     key: str
     env: bytes
@@ -49,7 +49,7 @@ Event = tuple[Literal["begun", "ask", "done", "dropped"], int, Any]
 
 
 class RolloutWorker:
-    """Plays rollouts in this process. The model is asked by the caller, or by a client that came with the terms."""
+    """Plays rollouts in this process. Model requests go through the caller, or through a client in the terms."""
 
     def __init__(self) -> None:
         self._hosts: OrderedDict[tuple[str, Share], Host] = OrderedDict()
@@ -60,13 +60,13 @@ class RolloutWorker:
         self._loading = asyncio.Lock()
 
     async def version(self) -> str:
-        """What runs here: it has to be what runs at the caller's."""
+        """The version of verifiers here; it must be the caller's."""
         return own_version()
 
     async def play(
         self, cargo: Sequence[Any], terms: Terms, share: Share, orders: Sequence[Order]
     ) -> AsyncIterator[bytes]:
-        """Play a chunk; what happens comes in batches, as lists of events."""
+        """Play a chunk; yields batches of events."""
         host = await self._host(cargo, share)
         events: asyncio.Queue[Event] = asyncio.Queue()
         for order in orders:
@@ -105,7 +105,7 @@ class RolloutWorker:
             self._asked.pop(number, None)
 
     async def answer(self, answers: Sequence[tuple[int, Completion | dict[str, Any]]]) -> None:
-        """What the model said to requests, or the error that kept it from saying something."""
+        """Deliver the model's completions to waiting requests, or the errors of requests that failed."""
         for number, said in answers:
             future = self._asked.get(number)
             if future is None or future.done():
@@ -113,10 +113,10 @@ class RolloutWorker:
             if isinstance(said, Completion):
                 future.set_result(said)
             else:
-                future.set_exception(retold(said) or Error("the caller gave no answer"))
+                future.set_exception(retold(said) or Error("the caller sent neither a completion nor an error"))
 
     async def drop(self, order_ids: Sequence[int], *, even_if_begun: bool = False) -> None:
-        """Do not begin these, or (the caller has given up) end them."""
+        """Cancel rollouts that have not begun, or with ``even_if_begun`` any."""
         for order_id in order_ids:
             task = self._playing.get(order_id)
             if task is not None and (even_if_begun or order_id not in self._begun):
@@ -125,7 +125,7 @@ class RolloutWorker:
     async def score(
         self, cargo: Sequence[Any], terms: Terms, share: Share, states: Sequence[Any], scores: Sequence[Any] | None
     ) -> list[dict[str, Any]]:
-        """Scores of rollouts that were played before: each alone, or (with the scores they have so far) together."""
+        """Score finished rollouts: each alone, or as a group if the ``scores`` so far are given."""
         host = await self._host(cargo, share)
         here = [attached(fields, None, None) for fields in cloudpickle.loads(states)]
         if scores is None:
@@ -161,13 +161,13 @@ class RolloutWorker:
 
 
 def own_version() -> str:
-    """The version of this package, which nothing inside it imports."""
+    """The version of this package; imported dynamically because no module may import the top-level package."""
     version: str = importlib.import_module("verifiers").__version__
     return version
 
 
 def _packed(batch: list[Event]) -> bytes:
-    """Events as bytes; what a state holds that cannot be sent stays here."""
+    """Events as bytes, without the values of a state that cannot be pickled."""
     try:
         packed: bytes = cloudpickle.dumps(batch)
     except Exception:  # foreign objects decide how they are pickled

@@ -1,4 +1,4 @@
-"""An address → a connection to a Ray cluster, or a sentence about why there is none."""
+"""An address → a connection to a Ray cluster, or an error that says why there is none."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ANSWER_S = 5.0
 
 
 class ClusterError(ValueError):
-    """There is no cluster to work with."""
+    """No Ray cluster can be used."""
 
 
 def import_ray() -> Any:
-    """The package, if it is there and new enough."""
+    """Import Ray; raises if it is missing or too old."""
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -27,15 +27,15 @@ def import_ray() -> Any:
     if version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ClusterError(
-            f"Ray {ray.__version__} is too old, {oldest} or newer is needed: pip install 'verifiers[ray]'"
+            f"Ray {ray.__version__} is too old; {oldest} or newer is needed: pip install 'verifiers[ray]'"
         )
     return ray
 
 
 def connect(ray: Any, address: str | None) -> bool:
-    """Connect this process, unless it is connected; tells whether it was this that connected it.
+    """Connect this process unless it is connected; returns whether this call connected it.
 
-    Without an address: the cluster that RAY_ADDRESS names, one that runs on this machine, or a new one here.
+    Without an address: the cluster in RAY_ADDRESS, one that runs on this machine, or a new one here.
     """
     if address is not None:
         check_address(address)
@@ -53,7 +53,7 @@ def connect(ray: Any, address: str | None) -> bool:
         where = "a new cluster on this machine" if address is None else f"the Ray cluster at {address}"
         raise ClusterError(f"{where} cannot be used: {said:.600}") from error
     finally:
-        if before is not None:  # Ray's own would end the process before what is under way is saved
+        if before is not None:  # Ray's handler would end the process before running rollouts are saved
             signal.signal(signal.SIGTERM, before)
     return True
 
@@ -68,34 +68,34 @@ def _sigterm() -> Any:
 
 
 def check_address(address: str) -> None:
-    """Refuse an address where nothing answers: Ray itself would wait for a minute, and may end the process."""
+    """Raise if no cluster answers at an address: Ray itself would wait for a minute, and may end the process."""
     if address in ("auto", "local"):
         return
     if "://" in address:
         raise ClusterError(
-            f"{address} is the address of a Ray client or a job server; give that of the cluster itself, HOST:6379, "
+            f"{address} is the address of a Ray client or a job server; pass that of the cluster itself, HOST:6379, "
             "and run this on one of its machines (ray job submit does)"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ClusterError(f"{address!r} is no address of a Ray cluster; it looks like HOST:6379, or is left out")
+        raise ClusterError(f"{address!r} is not an address of a Ray cluster; pass one like HOST:6379, or none")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as connection:
             is_grpc = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
     except OSError as error:
-        raise ClusterError(f"no Ray cluster answers at {address} ({error}); ray start --head begins one") from error
+        raise ClusterError(f"no Ray cluster answers at {address} ({error}); start one with ray start --head") from error
     if not is_grpc:
-        raise ClusterError(f"what answers at {address} is no Ray cluster; ray start --head says the address of one")
+        raise ClusterError(f"the server at {address} is not a Ray cluster; ray start --head prints the address of one")
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Does the other side answer the beginning of a gRPC connection as its protocol wants it?"""
+    """Does the server answer the start of a gRPC connection with an HTTP/2 settings frame?"""
     empty_settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
     connection.settimeout(ANSWER_S)
     try:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + empty_settings)
         head = connection.recv(9)
-    except OSError:  # it says nothing, or hangs up
+    except OSError:  # no answer, or the connection was closed
         return False
     return len(head) >= 4 and head[3] == 4
 
@@ -103,4 +103,4 @@ def _speaks_http2(connection: socket.socket) -> bool:
 def _check_same(ray: Any, address: str | None) -> None:
     here = ray.get_runtime_context().gcs_address
     if address not in (None, "auto", "local", here):
-        raise ClusterError(f"this process is connected to the Ray cluster at {here} already, not to {address}")
+        raise ClusterError(f"this process is already connected to the Ray cluster at {here}, not to {address}")

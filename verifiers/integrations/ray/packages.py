@@ -1,4 +1,4 @@
-"""An environment → bytes that another machine makes it from: the object, its rows, and the packages it comes from."""
+"""An environment → bytes that restore it on another machine: the object, its rows and its packages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ray import cloudpickle
 
 from verifiers.envs.rows import Rows
 
-MOST_BYTES = 64 << 20  # of a package: more than this is data, which belongs on a shared disk or a hub
+MOST_BYTES = 64 << 20  # per package: larger ones contain data, which belongs on a shared disk or a hub
 _IGNORED = {"__pycache__", ".git", ".venv", "outputs", "dist", "build", "node_modules"}
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A module's file or a package's folder as a zip, and the folder that it is imported from where it was packed."""
+    """A module's file or a package's folder as a zip, and the folder that it was imported from."""
 
     root: str
     content: bytes
@@ -35,7 +35,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class PackedEnvironment:
-    """``digest`` tells two of them apart; ``rows`` stands for data sets, which are sent once and not with each run."""
+    """``digest`` identifies the content; ``rows`` are data sets, which are sent once and not with each run."""
 
     digest: str
     env: bytes
@@ -44,7 +44,7 @@ class PackedEnvironment:
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Leaves data sets out: a run packs the environment anew, as it may have changed, but not its million rows."""
+    """Leaves data sets out: each run pickles the environment again, because it may have changed, but not its rows."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(env: Any) -> PackedEnvironment:
-    """Pack an environment; a `TypeError` says what in it cannot be sent."""
+    """Pack an environment; raises a `TypeError` that says what cannot be sent."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -75,7 +75,7 @@ def pack(env: Any) -> PackedEnvironment:
     except Exception as error:  # foreign objects decide how they are pickled
         raise TypeError(
             f"the environment {env.env_id or type(env).__name__!r} cannot be sent to workers: {_culprit(env, error)}; "
-            "make that where it is first used (in setup_state, say), or leave it out in __getstate__"
+            "create it on first use (in setup_state, for example), or leave it out in __getstate__"
         ) from error
     blob = file.getvalue()
     packages = {top: _zipped(top) for top in sorted(_own_packages(_modules_in(blob)))}
@@ -86,7 +86,7 @@ def pack(env: Any) -> PackedEnvironment:
 
 
 def unpack(env: bytes, packages: dict[str, Package], rows: list[Rows]) -> Any:
-    """The environment, in a worker; its packages come before any of the same name that are installed there."""
+    """Restore the environment in a worker. Its packages override installed ones with the same name."""
     for name, package in packages.items():
         folder = _unpacked(package)
         sys.path.insert(0, str(folder))
@@ -97,7 +97,7 @@ def unpack(env: bytes, packages: dict[str, Package], rows: list[Rows]) -> Any:
 
 
 def _unpacked(package: Package) -> Path:
-    """The folder to import a package from: its own one if this machine has it (or shares the disk), or a copy."""
+    """The folder to import a package from: the original one if this machine (or a shared disk) has it, else a copy."""
     archive = zipfile.ZipFile(io.BytesIO(package.content))
     if all(_has(Path(package.root, name), archive.read(name)) for name in archive.namelist()):
         return Path(package.root)
@@ -145,7 +145,7 @@ def _modules_in(blob: bytes) -> set[str]:
 
 
 def _own_packages(modules: set[str]) -> set[str]:
-    """The top-level packages among these, and those they use, that the cluster cannot be expected to have."""
+    """The user's own top-level packages among these and their imports, which the cluster may not have."""
     found: set[str] = set()
     waiting = {name.partition(".")[0] for name in modules}
     while waiting:
@@ -167,7 +167,7 @@ def _used_by(module: ModuleType) -> Iterator[str]:
 
 
 def _is_own(top: str) -> bool:
-    """Is this a module of the user's own: an environment, or one that is not installed?"""
+    """Is this the user's own module: an environment, or a module that is not installed?"""
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     if file is None or top in sys.stdlib_module_names or top in ("__main__", "__mp_main__", "verifiers", "ray"):
@@ -184,7 +184,7 @@ def _zipped(top: str) -> Package:
     root = home.parent.parent if home.name == "__init__.py" else home.parent
     files = sorted(_files(home.parent)) if home.name == "__init__.py" else [home]
     if home.name != "__init__.py" and (home.parent / "pyproject.toml").is_file():
-        files = sorted(_files(home.parent))  # an environment in a folder of its own: what lies beside it is part of it
+        files = sorted(_files(home.parent))  # an environment in its own folder, whose other files belong to it
     if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
         raise TypeError(
             f"the package {top!r} in {home.parent} has {size / 1e6:.0f} MB, too much to send to workers (at most "
@@ -193,7 +193,7 @@ def _zipped(top: str) -> Package:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in files:
-            # No times of files: the same content is the same package.
+            # Without file times, so that the same content gives the same digest.
             archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes())
     return Package(str(root), made.getvalue())
 

@@ -1,4 +1,4 @@
-"""The rollouts of one run → chunks for Ray workers; what they ask of the model → the client; a dead one's → others."""
+"""Distributes the rollouts of one run to Ray workers, answers their model requests, and replaces dead workers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from verifiers.runner import DEFAULT_CONCURRENCY, NotBegunError
 from verifiers.types import Row, SamplingArgs, State
 
 MOST_IN_A_CHUNK = 256
-MOST_DEATHS = 3  # of workers that had begun a rollout, before that rollout is failed
-SOON_S = 10.0  # in which a new worker is expected: its share of the work is left for it
-START_S = 600.0  # for the first worker to be there: a cluster that grows needs minutes
+MOST_DEATHS = 3  # worker deaths during a rollout before that rollout fails
+SOON_S = 10.0  # a new worker is expected within this time, so its share of the work is kept for it
+START_S = 600.0  # timeout for the first worker: an autoscaling cluster needs minutes
 _numbers = itertools.count(1)
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A rollout that somebody waits for, and the context in which its requests are answered."""
+    """An unfinished rollout, and the context in which its requests are answered."""
 
     order: Order
     future: asyncio.Future[State]
@@ -51,8 +51,8 @@ class _Waiting:
 
 
 @dataclass(eq=False)
-class _Seat:
-    """One worker as this run sees it."""
+class _Slot:
+    """The state of one worker in this run."""
 
     at: int
     handle: Any
@@ -63,7 +63,7 @@ class _Seat:
 
 
 class RayPlayer:
-    """Plays the rollouts of one run. Workers get them in chunks, large ones while there are many."""
+    """Plays the rollouts of one run. Workers get them in chunks, which are large while many rollouts are left."""
 
     def __init__(self, workers: RayWorkers, env: Environment, answerer: Answerer, terms: Terms, share: Share) -> None:
         self._workers, self._answerer = workers, answerer
@@ -79,7 +79,7 @@ class RayPlayer:
         self._cargo = [self._packed(env)]
         self._pending: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._seats: list[_Seat] = []
+        self._slots: list[_Slot] = []
         self._is_filling = False
         self._deaths_in_a_row = 0
         self._failure: Exception | None = None
@@ -92,10 +92,10 @@ class RayPlayer:
         cargo = Cargo(packed.digest, packed.env, packed.packages, rows)
         return self._workers.store(packed.digest, None, cargo)
 
-    # --- what a run asks ------------------------------------------------------------------------------------------
+    # --- the interface for a run ----------------------------------------------------------------------------------
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
-        """One rollout, scored if the run scores; raises `NotBegunError` where it was taken back."""
+        """One rollout, scored if the run scores; raises `NotBegunError` if it was withdrawn."""
         order = Order(next(_numbers), row, asked_for())
         waiting = _Waiting(order, asyncio.get_running_loop().create_future(), copy_context())
         self._pending.append(waiting)
@@ -107,7 +107,7 @@ class RayPlayer:
             raise
 
     async def score_alone(self, state: State) -> Score:
-        """The score that came with the rollout."""
+        """The score that the worker sent with the rollout, or a new one."""
         if hasattr(state, "remote_score"):
             score: Score = state.remote_score
             del state.remote_score
@@ -123,17 +123,17 @@ class RayPlayer:
         blob = cloudpickle.dumps([detached(state)[0] for state in states])
         given = None if scores is None else [score_fields(score) for score in scores]
         for _ in range(MOST_DEATHS):
-            seat = await self._some_seat()
+            slot = await self._ready_slot()
             try:
-                made = await seat.handle.score.remote(self._cargo, self._terms, self._share, blob, given)
+                made = await slot.handle.score.remote(self._cargo, self._terms, self._share, blob, given)
                 return [read_score(one) for one in made]
             except RayActorError:
-                self._bury(seat)
-        raise WorkerError(f"{MOST_DEATHS} Ray workers died one after the other while they scored this")
+                self._replace_dead(slot)
+        raise WorkerError(f"{MOST_DEATHS} Ray workers in a row died while they scored this")
 
     def withdraw(self) -> None:
-        """Take back what nobody has begun; of groups only those of which no rollout has begun."""
-        begun = {one.order.row["example_id"] for seat in self._seats for one in seat.playing.values() if one.is_begun}
+        """Withdraw rollouts that have not begun; a group only if none of its rollouts has begun."""
+        begun = {one.order.row["example_id"] for slot in self._slots for one in slot.playing.values() if one.is_begun}
 
         def is_free(one: _Waiting) -> bool:
             return not one.is_begun and not (self._is_grouped and one.order.row["example_id"] in begun)
@@ -141,15 +141,15 @@ class RayPlayer:
         for waiting in [one for one in self._pending if is_free(one)]:
             self._pending.remove(waiting)
             _end(waiting, NotBegunError())
-        for seat in self._seats:
-            if ids := [number for number, one in seat.playing.items() if is_free(one)]:
-                seat.handle.drop.remote(ids)
+        for slot in self._slots:
+            if ids := [number for number, one in slot.playing.items() if is_free(one)]:
+                slot.handle.drop.remote(ids)
 
     def close(self) -> None:
-        """End what is still under way for this run."""
-        for seat in self._seats:
-            if seat.playing:
-                seat.handle.drop.remote(list(seat.playing), even_if_begun=True)
+        """Cancel all unfinished work of this run."""
+        for slot in self._slots:
+            if slot.playing:
+                slot.handle.drop.remote(list(slot.playing), even_if_begun=True)
         for task in self._tasks:
             task.cancel()
         if self._patience is not None:
@@ -158,64 +158,64 @@ class RayPlayer:
     # --- chunks ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Hand out what is pending, once all that is about to be asked for has been."""
+        """Schedule `_fill` after the callers that are about to add rollouts."""
         if not self._is_filling:
             self._is_filling = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def _fill(self) -> None:
         self._is_filling = False
-        self._seat_all()
+        self._update_slots()
         if self._failure is not None:
             while self._pending:
                 _end(self._pending.popleft(), self._failure)
-        free = [seat for seat in self._seats if seat.is_ready and len(seat.playing) <= self._share.at_once]
-        for seat in sorted(free, key=lambda seat: len(seat.playing)):
-            if chunk := self._chunk(seat):
-                seat.playing |= {one.order.id: one for one in chunk}
-                self._begin(self._play(seat, chunk))
+        free = [slot for slot in self._slots if slot.is_ready and len(slot.playing) <= self._share.at_once]
+        for slot in sorted(free, key=lambda slot: len(slot.playing)):
+            if chunk := self._chunk(slot):
+                slot.playing |= {one.order.id: one for one in chunk}
+                self._begin(self._play(slot, chunk))
 
-    def _chunk(self, seat: _Seat) -> list[_Waiting]:
-        """What a worker gets next: enough to fill its slots and some of the rest, within its fair share."""
+    def _chunk(self, slot: _Slot) -> list[_Waiting]:
+        """The next chunk for a worker: enough to keep it busy and some of the rest, within its fair share."""
         if not self._pending:
             return []
-        if self._pending[0].deaths >= MOST_DEATHS - 1:  # perhaps it kills its workers: nobody else is to die with it
-            return [] if seat.playing else [self._pending.popleft()]
+        if self._pending[0].deaths >= MOST_DEATHS - 1:  # it may crash its worker, so it runs alone
+            return [] if slot.playing else [self._pending.popleft()]
         soon = time.monotonic() - SOON_S
-        expected = [one for one in self._seats if one.is_ready or one.since > soon]
-        left, playing = len(self._pending), sum(len(one.playing) for one in self._seats)
-        fair = math.ceil((left + playing) / len(expected)) - len(seat.playing)
-        wanted = max(self._share.at_once - len(seat.playing), math.ceil(left / (4 * len(expected))))
+        expected = [one for one in self._slots if one.is_ready or one.since > soon]
+        left, playing = len(self._pending), sum(len(one.playing) for one in self._slots)
+        fair = math.ceil((left + playing) / len(expected)) - len(slot.playing)
+        wanted = max(self._share.at_once - len(slot.playing), math.ceil(left / (4 * len(expected))))
         size = min(wanted, fair, MOST_IN_A_CHUNK)
         chunk: list[_Waiting] = []
         while self._pending and len(chunk) < size and self._pending[0].deaths < MOST_DEATHS - 1:
             chunk.append(self._pending.popleft())
         return chunk
 
-    async def _play(self, seat: _Seat, chunk: Sequence[_Waiting]) -> None:
+    async def _play(self, slot: _Slot, chunk: Sequence[_Waiting]) -> None:
         self.launches += 1
-        play = seat.handle.play.options(num_returns="streaming")
+        play = slot.handle.play.options(num_returns="streaming")
         try:
             stream = play.remote(self._cargo, self._terms, self._share, [one.order for one in chunk])
             async for reference in stream:
                 for kind, number, value in cloudpickle.loads(await reference):
-                    self._take(seat, kind, number, value)
+                    self._take(slot, kind, number, value)
                 self._wake()
         except RayActorError:
-            self._bury(seat)
-        except RayError as error:  # the environment cannot be made there, say
-            self._fail(chunk, seat, InfraError(f"a Ray worker cannot play: {_cause(error)}"))
+            self._replace_dead(slot)
+        except RayError as error:  # for example, the environment cannot be loaded there
+            self._fail(chunk, slot, InfraError(f"a Ray worker cannot play rollouts: {_cause(error)}"))
 
-    def _take(self, seat: _Seat, kind: str, number: int, value: Any) -> None:
-        waiting = seat.playing.get(number)
+    def _take(self, slot: _Slot, kind: str, number: int, value: Any) -> None:
+        waiting = slot.playing.get(number)
         if waiting is None:
             return
         if kind == "begun":
             waiting.is_begun = True
         elif kind == "ask":
-            self._begin(self._answer(seat, *value), waiting.context)
+            self._begin(self._answer(slot, *value), waiting.context)
         else:
-            del seat.playing[number]
+            del slot.playing[number]
             if kind == "dropped":
                 _end(waiting, NotBegunError())
                 return
@@ -227,103 +227,101 @@ class RayPlayer:
             if not waiting.future.done():
                 waiting.future.set_result(state)
 
-    async def _answer(self, seat: _Seat, number: int, request: Request) -> None:
-        """Ask the model for a worker, and send it what came, together with other replies that came just now."""
+    async def _answer(self, slot: _Slot, number: int, request: Request) -> None:
+        """Answer a worker's model request; replies that arrive at the same time are sent together."""
         try:
             completion = await self._answerer.client.complete(request)
             if completion.usage is not None:
                 note_reply(completion.usage.completion_tokens)
             said: Any = sendable(completion)
-        except BaseException as error:  # a client of someone else's
+        except BaseException as error:  # the client may be foreign code
             said = told(wrap(contained(error), InfraError, "the client"))
-        seat.answers.append((number, said))
-        if len(seat.answers) == 1:
-            asyncio.get_running_loop().call_soon(self._send_answers, seat)
+        slot.answers.append((number, said))
+        if len(slot.answers) == 1:
+            asyncio.get_running_loop().call_soon(self._send_answers, slot)
 
-    def _send_answers(self, seat: _Seat) -> None:
-        answers, seat.answers = seat.answers, []
-        seat.handle.answer.remote(answers)
+    def _send_answers(self, slot: _Slot) -> None:
+        answers, slot.answers = slot.answers, []
+        slot.handle.answer.remote(answers)
 
-    # --- workers that come and go ---------------------------------------------------------------------------------
+    # --- workers --------------------------------------------------------------------------------------------------
 
-    def _seat_all(self) -> None:
-        """See who is there now: at the beginning, and after one was replaced."""
+    def _update_slots(self) -> None:
+        """Update the slots from the current worker handles: at the start, and after a worker was replaced."""
         if self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(START_S, self._give_up)
         for at, handle in enumerate(self._workers.handles):
-            if at == len(self._seats):
-                self._seats.append(_Seat(at, None))
-            if self._seats[at].handle is not handle:
-                self._seats[at] = _Seat(at, handle)
-                self._begin(self._welcome(self._seats[at]))
+            if at == len(self._slots):
+                self._slots.append(_Slot(at, None))
+            if self._slots[at].handle is not handle:
+                self._slots[at] = _Slot(at, handle)
+                self._begin(self._check_version(self._slots[at]))
 
     def _give_up(self) -> None:
         if not self.launches:
-            self._failure = WorkerError(
-                f"no Ray worker was there within {START_S:g} s; others may use the whole cluster"
-            )
+            self._failure = WorkerError(f"no Ray worker started within {START_S:g} s; others may use the whole cluster")
             self._wake()
 
-    async def _welcome(self, seat: _Seat) -> None:
+    async def _check_version(self, slot: _Slot) -> None:
         try:
-            here, there = own_version(), await seat.handle.version.remote()
+            here, there = own_version(), await slot.handle.version.remote()
         except RayActorError as error:
             if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
                 self._failure = InfraError(
-                    f"the Ray workers cannot import verifiers: {_cause(error)}; install it there"
+                    f"the Ray workers cannot import verifiers: {_cause(error)}; install it on all nodes"
                 )
-            self._bury(seat)
+            self._replace_dead(slot)
             return
         if here != there:
             self._failure = InfraError(
-                f"the Ray workers have verifiers {there}, and this process has {here}; install the same"
+                f"the Ray workers have verifiers {there}, but this process has {here}; install the same version"
             )
-        seat.is_ready = True
+        slot.is_ready = True
         self._wake()
 
-    async def _some_seat(self) -> _Seat:
+    async def _ready_slot(self) -> _Slot:
         end = time.monotonic() + START_S
         while time.monotonic() < end:
-            self._seat_all()
-            ready = [seat for seat in self._seats if seat.is_ready]
+            self._update_slots()
+            ready = [slot for slot in self._slots if slot.is_ready]
             if ready:
-                return min(ready, key=lambda seat: len(seat.playing))
+                return min(ready, key=lambda slot: len(slot.playing))
             await asyncio.sleep(0.05)
-        raise WorkerError(f"no Ray worker was there within {START_S:g} s")
+        raise WorkerError(f"no Ray worker started within {START_S:g} s")
 
-    def _bury(self, seat: _Seat) -> None:
-        """A worker died: another takes its place, and what it played is played again."""
-        if self._seats[seat.at] is not seat:
+    def _replace_dead(self, slot: _Slot) -> None:
+        """Replace a dead worker, and queue its rollouts again."""
+        if self._slots[slot.at] is not slot:
             return
         self._deaths_in_a_row += 1
-        if self._deaths_in_a_row > MOST_DEATHS * len(self._seats) and self._failure is None:
+        if self._deaths_in_a_row > MOST_DEATHS * len(self._slots) and self._failure is None:
             self._failure = WorkerError(
-                f"{self._deaths_in_a_row} Ray workers died one after the other; ray logs says why"
+                f"{self._deaths_in_a_row} Ray workers in a row died; see ray logs for the cause"
             )
-        self._workers.replace(seat.at, seat.handle)
-        for waiting in reversed(seat.playing.values()):
+        self._workers.replace(slot.at, slot.handle)
+        for waiting in reversed(slot.playing.values()):
             waiting.deaths += waiting.is_begun
             if waiting.deaths >= MOST_DEATHS:
                 _end(waiting, WorkerError(f"{waiting.deaths} Ray workers died while they played this rollout"))
             elif not waiting.future.done():
                 waiting.is_begun = False
                 self._pending.appendleft(waiting)
-        seat.playing = {}
-        seat.is_ready = False
+        slot.playing = {}
+        slot.is_ready = False
         self._wake()
 
-    def _fail(self, chunk: Sequence[_Waiting], seat: _Seat, error: Exception) -> None:
+    def _fail(self, chunk: Sequence[_Waiting], slot: _Slot, error: Exception) -> None:
         for one in chunk:
-            seat.playing.pop(one.order.id, None)
+            slot.playing.pop(one.order.id, None)
             _end(one, error)
 
     def _forget(self, waiting: _Waiting) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a rollout whose caller was cancelled."""
         if waiting in self._pending:
             self._pending.remove(waiting)
-        for seat in self._seats:
-            if seat.playing.pop(waiting.order.id, None) is not None:
-                seat.handle.drop.remote([waiting.order.id], even_if_begun=True)
+        for slot in self._slots:
+            if slot.playing.pop(waiting.order.id, None) is not None:
+                slot.handle.drop.remote([waiting.order.id], even_if_begun=True)
 
     def _begin(self, work: Any, context: Context | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, context=context)
@@ -334,8 +332,8 @@ class RayPlayer:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = wrap(contained(error), InfraError, "playing on Ray workers")
-            for seat in self._seats:
-                self._fail(list(seat.playing.values()), seat, self._failure)
+            for slot in self._slots:
+                self._fail(list(slot.playing.values()), slot, self._failure)
             self._wake()
 
 
@@ -349,6 +347,6 @@ def _part(limit: int | None, count: int) -> int | None:
 
 
 def _cause(error: BaseException) -> str:
-    """The last line of what a worker said, without Ray's frames."""
+    """The last line of a worker's error, without Ray's stack frames."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:500] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""A Ray cluster → workers that play rollouts, as many as it has CPUs, each replaced when it dies."""
+"""A Ray cluster → workers that play rollouts; one per CPU, replaced if it dies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CLOSING_S = 10.0
 
 
 class RayWorkers:
-    """Worker processes on a Ray cluster, for one run (``workers=RayWorkers()``) or all within ``with RayWorkers():``.
+    """Worker processes on a Ray cluster, for one run (``workers=RayWorkers()``) or all runs in ``with RayWorkers():``.
 
-    ``address`` is HOST:PORT of the cluster. Without it the one that runs here or that RAY_ADDRESS names is used, or one
-    is begun on this machine and ended with the block. ``count`` workers (by default one for each CPU) ask Ray for
-    ``cpus`` each.
+    ``address`` is HOST:PORT of the cluster. Without it, the cluster in RAY_ADDRESS or on this machine is used, or one
+    is started on this machine and stopped after the block. ``count`` workers (default: one per CPU) request ``cpus``
+    CPUs each.
     """
 
     def __init__(self, address: str | None = None, *, count: int | None = None, cpus: float = 1.0) -> None:
@@ -42,7 +42,7 @@ class RayWorkers:
         self._users = 0
         self._has_connected = False
         self._lock = threading.Lock()
-        self._stored: dict[Any, Any] = {}  # what is in the object store: environments by digest, data sets by identity
+        self._stored: dict[Any, Any] = {}  # values in the object store: environments by digest, data sets by id
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -68,7 +68,7 @@ class RayWorkers:
         cpus = int(self.ray.cluster_resources().get("CPU", 0) // self.cpus)
         wanted = self.count or cpus
         if not wanted or cpus < 1:
-            raise ClusterError(f"no node of the Ray cluster has {self.cpus:g} CPUs for a worker")
+            raise ClusterError(f"no node of the Ray cluster has the {self.cpus:g} CPUs that a worker needs")
         if wanted > cpus:
             raise ClusterError(
                 f"{wanted} workers of {self.cpus:g} CPUs do not fit on the Ray cluster: it has room for {cpus}"
@@ -77,7 +77,7 @@ class RayWorkers:
 
     def _make(self) -> Any:
         worker = importlib.import_module("verifiers.integrations.ray.actor").RolloutWorker
-        # The object store's own limit on calls at once would hold up answers behind rollouts that wait for them.
+        # With Ray's default limit on concurrent calls, answers would queue behind the rollouts that wait for them.
         return self.ray.remote(worker).options(num_cpus=self.cpus, max_concurrency=100_000, max_restarts=0).remote()
 
     def _close(self) -> None:
@@ -94,23 +94,23 @@ class RayWorkers:
             self._has_connected = False
             self.ray.shutdown()
 
-    # --- for players ----------------------------------------------------------------------------------------------
+    # --- the interface for players --------------------------------------------------------------------------------
 
     def player(self, env: Environment, answerer: Answerer, terms: Terms, share: Share) -> RayPlayer:
-        """Who plays one run on these workers."""
+        """The player of one run on these workers."""
         player: type[RayPlayer] = importlib.import_module("verifiers.integrations.ray.player").RayPlayer
         return player(self, env, answerer, terms, share)
 
     def replace(self, at: int, dead: Any) -> None:
-        """Begin a worker in the place of one that died, unless another run has done so."""
+        """Start a worker in place of a dead one, unless another run has done so."""
         with self._lock:
             if at < len(self.handles) and self.handles[at] is dead:
-                logger.warning("a Ray worker died; another one takes its place")
+                logger.warning("a Ray worker died and is replaced")
                 self.ray.kill(dead)
                 self.handles[at] = self._make()
 
     def store(self, key: Any, held: Any, value: Any) -> Any:
-        """A reference to a value in Ray's object store, put there once; ``held`` is kept alive with it."""
+        """A reference to a value in Ray's object store, which is stored once; ``held`` is kept alive with it."""
         with self._lock:
             if key not in self._stored:
                 self._stored[key] = (held, self.ray.put(value))
@@ -118,7 +118,7 @@ class RayWorkers:
 
 
 def direct_client(client: Client) -> Client | None:
-    """The client, if workers can ask its endpoint themselves: one over HTTP that is not on the caller's own machine."""
+    """The client if workers can use it directly: an HTTP client whose endpoint is not on the caller's machine."""
     from verifiers.clients.anthropic import AnthropicClient
     from verifiers.clients.http import HTTPClient
     from verifiers.clients.responses import ResponsesClient

@@ -1,4 +1,4 @@
-"""rLLM: an environment as its workflow, its rollout engine as our client, and a training script over both."""
+"""rLLM: an environment as a workflow, rLLM's rollout engine as a client, and a training script for both."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["EngineClient", "VerifiersWorkflow"]
 def __getattr__(name: str) -> Any:
     if name != "VerifiersWorkflow":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verifiers.integrations.rllm.workflow import VerifiersWorkflow  # a subclass of rLLM's own
+    from verifiers.integrations.rllm.workflow import VerifiersWorkflow  # imports rLLM
 
     return VerifiersWorkflow

@@ -1,4 +1,4 @@
-"""rLLM's rollout engine → a client with exact tokens: what it sampled, from what prompt, with what logprobs."""
+"""rLLM's rollout engine → a client with the exact prompt tokens, sampled tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NOT_FOR_ENGINES = ("extra_body", "logprobs", "modalities", "n", "return_token_i
 
 
 class EngineClient:
-    """Asks a rollout engine of rLLM (verl's, Tinker's or an endpoint's) once for each turn.
+    """Calls a rollout engine of rLLM (for verl, Tinker or an endpoint) once per turn.
 
-    ``application_id`` keeps the turns of one rollout on one server; ``outputs`` has every reply as the engine gave it.
+    ``application_id`` keeps the turns of one rollout on one server; ``outputs`` has the engine's own reply objects.
     """
 
     def __init__(self, engine: Any, application_id: str = "verifiers") -> None:
@@ -27,7 +27,7 @@ class EngineClient:
 
     async def complete(self, request: Request) -> Completion:
         if isinstance(request.prompt, str):
-            raise RequestRefusedError("rLLM's engines take messages; message_type='completion' has none")
+            raise RequestRefusedError("rLLM's engines only take messages, not message_type='completion'")
         output = await self.engine.get_model_response(
             messages=request.prompt,
             application_id=self.application_id,
@@ -49,7 +49,7 @@ class EngineClient:
 
 
 def sampling_for(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling arguments as an engine takes them.
+    """Sampling arguments in the format of rLLM's engines.
 
     >>> sampling_for({"max_completion_tokens": 8, "temperature": 0.7, "logprobs": True, "seed": None})
     {'temperature': 0.7, 'max_tokens': 8}
@@ -76,7 +76,7 @@ def _message(output: Any) -> Any:
 
 
 def _tool_calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    """OpenAI's objects stay as they are; rLLM's have a name and arguments."""
+    """Convert tool calls, which are OpenAI objects or rLLM's own with a name and arguments, to dicts."""
     read = []
     for i, call in enumerate(calls):
         if callable(dump := getattr(call, "model_dump", None)):

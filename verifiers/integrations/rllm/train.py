@@ -14,7 +14,7 @@ BACKENDS = ("verl", "tinker")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The keys of the configuration that are ours: ``verifiers.*``, and ``backend``."""
+    """The configuration keys that are read here: ``verifiers.*`` and ``backend``."""
 
     env_id: str
     env_args: dict[str, Any] = field(default_factory=dict)
@@ -24,29 +24,29 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r}; there are {', '.join(BACKENDS)}")
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"verifiers.max_samples={self.max_samples} leaves no rows; leave it out for all of them")
+            raise ValueError(f"verifiers.max_samples={self.max_samples} must be 1 or more; leave it out for all rows")
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Settings out of a whole configuration (of plain containers).
+    """The settings in a whole configuration of plain containers.
 
     >>> read_settings({"verifiers": {"env_id": "arithmetic", "max_samples": 20}, "backend": "tinker", "data": {}})
     Settings(env_id='arithmetic', env_args={}, sampling_args={}, max_samples=20, backend='tinker')
     """
     own = {name: value for name, value in (config.get("verifiers") or {}).items() if value is not None}
     if not own.get("env_id"):
-        raise ValueError("verifiers.env_id is missing; say +verifiers.env_id=NAME")
+        raise ValueError("verifiers.env_id is missing; add +verifiers.env_id=NAME")
     if unknown := own.keys() - Settings.__dataclass_fields__.keys():
         raise ValueError(
-            f"there is no verifiers.{min(unknown)}; there are env_id, env_args, sampling_args, max_samples"
+            f"unknown setting verifiers.{min(unknown)}; there are env_id, env_args, sampling_args, max_samples"
         )
     return Settings(**own, backend=config.get("backend") or "verl")
 
 
 def register(env: Environment, settings: Settings, registry: Any) -> tuple[Any, Any]:
-    """The environment's rows as data sets of rLLM's registry, for training and for validation."""
+    """Register the environment's rows as data sets of rLLM, for training and for validation."""
     name = settings.env_id.rpartition("/")[2]
     rows = {"train": env.get_dataset(), "test": env.get_eval_dataset()}
     n = -1 if settings.max_samples is None else settings.max_samples
@@ -60,7 +60,7 @@ def _plain(rows: Any, n: int) -> list[dict[str, Any]]:
 
 
 def make_trainer(config: Any, settings: Settings) -> Any:
-    """rLLM's trainer for a backend: at its newest commit Tinker's is another class than verl's."""
+    """rLLM's trainer for a backend; newer versions of rLLM have a separate class for Tinker."""
     from rllm.data.dataset import DatasetRegistry
 
     from verifiers.integrations.rllm.workflow import VerifiersWorkflow
@@ -82,7 +82,7 @@ def make_trainer(config: Any, settings: Settings) -> Any:
 
 
 def main() -> None:
-    """Hydra reads the command line; with Tinker it begins with ``--config-name=unified rllm/backend=tinker``."""
+    """Train as the command line says. For Tinker it starts with ``--config-name=unified rllm/backend=tinker``."""
     try:
         import hydra
         from omegaconf import OmegaConf

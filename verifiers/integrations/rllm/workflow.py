@@ -1,4 +1,4 @@
-"""An environment → rLLM's workflow: one task played, scored, and given back as an episode with exact tokens."""
+"""An environment → rLLM's workflow: a task → a scored episode with exact tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW_FIELDS = ("prompt", "answer", "info", "task", "example_id")
 class VerifiersWorkflow(Workflow):  # type: ignore[misc, unused-ignore]
     """Plays ``task``, a row of the environment, with the trainer's rollout engine as the model.
 
-    A rollout that failed raises: rLLM notes the error and tries again as often as its ``retry_limit`` says.
+    A failed rollout raises; rLLM logs the error and retries up to its ``retry_limit``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class VerifiersWorkflow(Workflow):  # type: ignore[misc, unused-ignore]
 
 
 def as_row(task: Mapping[str, Any]) -> dict[str, Any]:
-    """A task as rLLM's data sets hold it (``messages``, numpy arrays and all) → a row of the environment.
+    """A task of an rLLM data set (with ``messages`` and numpy arrays) → a row of the environment.
 
     >>> as_row({"messages": [{"role": "user", "content": "2+2?"}], "answer": "4", "uid": 7})
     {'answer': '4', 'prompt': [{'role': 'user', 'content': '2+2?'}], 'example_id': 0}
@@ -54,12 +54,12 @@ def as_row(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(engine: Any) -> str:
-    """Engines call it ``model`` or ``model_name``."""
+    """The model name of an engine, which is in ``model`` or ``model_name``."""
     return str(getattr(engine, "model", None) or getattr(engine, "model_name", None) or "policy")
 
 
 def as_episode(state: State, *, task: Mapping[str, Any], uid: str) -> Any:
-    """A scored rollout as an episode: a step for each reply, with the ids it was sampled from and to."""
+    """A scored rollout as an episode: one step per reply, with its prompt ids and sampled ids."""
     steps = [_as_step(turn) for turn in state["trajectory"]]
     trajectory = Trajectory(steps=steps, reward=float(state["reward"]), name="verifiers")
     episode = Episode(id=uid, task=dict(task), trajectories=[trajectory], is_correct=state["reward"] > 0)

@@ -1,4 +1,4 @@
-"""Tinker: its SDK as a backend of ours, and a server of ours that its SDK trains against."""
+"""Tinker: a trainer that uses its SDK, and a server that its SDK can train against."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One base model and the LoRA adapters over it: which of them is in force, and copies of what they were.
+"""One base model and its LoRA adapters: which one is active, and snapshots of them.
 
-A training has an adapter of its own. What is sampled from is a copy of one, as it was when it was saved; copies lie
-beside the model and are put into an adapter of the same shape when it is their turn.
+Each training has its own adapter. Sampling uses snapshots: copies of adapters at the time of saving. To sample, a
+snapshot is written into an adapter of the same shape.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from verifiers.errors import RequestRefusedError
 
-ALPHA = 32  # what Tinker scales every adapter by, whatever its rank
+ALPHA = 32  # Tinker's lora_alpha, for every rank
 MOST_RANK = 512
 FIRST = "first"
-PROOF_SIZE = 0.02  # with which an adapter weighs about as much as the layer that it is on
+PROOF_SIZE = 0.02  # std with which an adapter's effect is about as large as its layer's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraShape:
-    """What adapters are made like: their rank, and the layers they are on."""
+    """The rank of an adapter, and the layers that it has."""
 
     rank: int
     train_attn: bool = True
@@ -35,12 +35,12 @@ class LoraShape:
     def read(cls, given: Any) -> LoraShape:
         """The ``lora_config`` of a request."""
         if not isinstance(given, Mapping):
-            raise RequestRefusedError("this server trains LoRA adapters: give a lora_config with a rank")
+            raise RequestRefusedError("this server only trains LoRA adapters: pass a lora_config with a rank")
         rank, flags = given.get("rank"), {name: given.get(name, True) for name in FLAGS}
         if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-            raise RequestRefusedError(f"the rank of a LoRA is a number from 1 to {MOST_RANK}, not {rank!r:.80}")
+            raise RequestRefusedError(f"the rank of a LoRA must be from 1 to {MOST_RANK}, not {rank!r:.80}")
         if not any(flags.values()) or not all(isinstance(flag, bool) for flag in flags.values()):
-            raise RequestRefusedError(f"at least one of {', '.join(FLAGS)} is true; nothing would be trained")
+            raise RequestRefusedError(f"at least one of {', '.join(FLAGS)} must be true, or nothing is trained")
         return cls(rank=rank, **flags)
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,20 +52,20 @@ FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """An adapter as it once was; its tensors by the names that peft saves them under."""
+    """A copy of an adapter at one time; its tensors have the names that peft saves."""
 
     shape: LoraShape
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
 
 
 class Adapters:
-    """A base model under LoRA layers, one adapter in force at a time; whoever has the turn says which."""
+    """A base model with LoRA layers. One adapter is active at a time; the current job selects it."""
 
     def __init__(self, base: Any) -> None:
         from peft import get_peft_model
 
         self._layers = _layers(base)
-        # Every layer is wrapped from the start, so that a further adapter does not change what the model is made of.
+        # Every layer is wrapped from the start, so that adding an adapter does not change the model's modules.
         with _quiet():
             self.model = get_peft_model(
                 base.eval(), self._config(LoraShape(rank=1)), adapter_name=FIRST, autocast_adapter_dtype=False
@@ -80,13 +80,13 @@ class Adapters:
 
         targets = [name for flag in FLAGS if getattr(shape, flag) for name in self._layers[flag]]
         if not targets:
-            raise RequestRefusedError("this model has none of the layers that are to be trained")
+            raise RequestRefusedError("this model has none of the layers to train")
         return LoraConfig(
             r=shape.rank, lora_alpha=ALPHA, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
         )
 
     def add(self, shape: LoraShape, seed: int | None = None) -> str:
-        """A new adapter that changes nothing yet; its name. The seed decides its first weights."""
+        """Add an adapter, which has no effect yet; returns its name. ``seed`` sets its initial weights."""
         self._count += 1
         name = f"lora{self._count}"
         with _quiet(), torch.random.fork_rng(enabled=seed is not None):
@@ -97,9 +97,9 @@ class Adapters:
         return name
 
     def _fill(self, name: str) -> None:
-        """Give an adapter an effect: ways of running the model are proven with it, and one that left it out would show.
+        """Give the first adapter an effect, so that the check of a backend fails if the backend ignores adapters.
 
-        Nobody trains or samples with the first adapter."""
+        The first adapter is not used for training or sampling."""
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for key, one in self._state(name).items():
@@ -111,7 +111,7 @@ class Adapters:
         self.model.delete_adapter(name)
 
     def use(self, name: str | None) -> None:
-        """Put an adapter in force; None: the base model alone."""
+        """Activate an adapter; None: only the base model."""
         if name is None:
             self.model.base_model.disable_adapter_layers()
             return
@@ -119,7 +119,7 @@ class Adapters:
         self.model.set_adapter(name)
 
     def use_snapshot(self, snapshot: Snapshot | None) -> None:
-        """Put an adapter in force as it was saved, in the one that samples for its shape."""
+        """Activate a snapshot, in the sampling adapter of its shape."""
         if snapshot is None:
             self.use(None)
             return
@@ -132,29 +132,29 @@ class Adapters:
         self.use(name)
 
     def read(self, name: str, shape: LoraShape) -> Snapshot:
-        """A copy of an adapter."""
+        """Copy an adapter to the CPU."""
         return Snapshot(shape, {key: one.detach().to("cpu", copy=True) for key, one in self._state(name).items()})
 
     def write(self, name: str, snapshot: Snapshot) -> None:
-        """Make an adapter what a copy is; ValueError where the two do not fit."""
+        """Overwrite an adapter with a snapshot; raises ValueError if they do not match."""
         live = self._state(name)
         if odd := [
             key for key in live.keys() | snapshot.tensors.keys() if _size(live, key) != _size(snapshot.tensors, key)
         ]:
-            raise ValueError(f"these weights are of another model: {min(odd)} does not fit")
+            raise ValueError(f"these weights belong to another model: {min(odd)} does not match")
         with torch.no_grad():
             for key, one in live.items():
                 one.copy_(snapshot.tensors[key])
 
     def config_of(self, shape: LoraShape) -> Any:
-        """As peft saves it beside the weights, so that it can load them."""
+        """The configuration that peft needs next to the weights to load them."""
         config = self._config(shape)
         config.base_model_name_or_path = getattr(self.model.config, "_name_or_path", "")
         config.inference_mode = True
         return config
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
-        """The live tensors of an adapter, by the names that peft saves them under."""
+        """The live tensors of an adapter, by the names that peft saves."""
         mark = f".{name}."
         return {
             key.replace(mark, "."): one for key, one in self.model.named_parameters() if ".lora_" in key and mark in key
@@ -166,7 +166,7 @@ def _size(tensors: Mapping[str, torch.Tensor], key: str) -> Any:
 
 
 def _layers(base: Any) -> dict[str, list[str]]:
-    """The linear layers of a model by what they are part of."""
+    """The linear layers of a model by the flag that trains them."""
     head = base.get_output_embeddings()
     found: dict[str, list[str]] = {flag: [] for flag in FLAGS}
     for name, module in base.named_modules():
@@ -184,7 +184,7 @@ def _layers(base: Any) -> dict[str, list[str]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """peft warns that an adapter on a tied lm_head cannot be merged, which is not done here."""
+    """Suppress peft's warning that an adapter on a tied lm_head cannot be merged; nothing is merged here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

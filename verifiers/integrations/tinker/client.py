@@ -1,4 +1,4 @@
-"""Tinker's sampling client → a client of ours, with the exact tokens of prompt and reply."""
+"""Tinker's sampling client → one of our clients, with the exact tokens of prompt and reply."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_LENGTH = 32768
 
 
 class RemoteEngine:
-    """An engine whose tokens are drawn by Tinker: what `LocalModel` asks of one, and nothing more."""
+    """The part of the engine's interface that `LocalModel` uses, with sampling by Tinker."""
 
     def __init__(self, sampling: Any, *, length: int, stop_ids: frozenset[int]) -> None:
-        self.sampling = sampling  # the SDK's client; another one after each update
+        self.sampling = sampling  # the SDK's client; replaced after each update
         self.length, self.stop_ids = length, stop_ids
         self.lock = threading.RLock()
         self.rows, self.max_waiting = 1024, 65536
@@ -39,7 +39,7 @@ class RemoteEngine:
         asked = sampling or Sampling()
         if asked.changes_logits or asked.top_logprobs or asked.prompt_logprobs is not None or asked.min_p:
             raise RequestRefusedError(
-                "Tinker samples by temperature, top_p, top_k and stops: no bias, penalty, min_p, format or alternatives"
+                "Tinker supports temperature, top_p, top_k and stop; no bias, penalty, min_p, format or top_logprobs"
             )
         prompt, told = list(prompt_ids), list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
         stops = asked.stop_ids if asked.ignore_eos else asked.stop_ids | self.stop_ids
@@ -61,7 +61,7 @@ class RemoteEngine:
             try:
                 replies = done.result().sequences
                 found = [_generated(prompt, reply, watch) for reply, watch in zip(replies, told, strict=True)]
-            except BaseException as error:  # of the SDK, whatever it is
+            except BaseException as error:  # any error of the SDK
                 failure = InfraError(f"Tinker did not answer: {type(error).__name__}: {error}")
                 for answer in answers:
                     if not answer.done():
@@ -76,30 +76,30 @@ class RemoteEngine:
 
     @property
     def device(self) -> Any:
-        """Where memory is given back when the client is closed."""
+        """The device whose memory is freed when the client is closed."""
         import torch
 
         return torch.device("cpu")
 
     def tokens_under_way(self) -> int:
-        """Tokens are not seen before a reply is whole."""
+        """Always 0: tokens only arrive with the complete reply."""
         return 0
 
     def forget(self) -> None:
-        """Nothing is kept for reuse here."""
+        """Do nothing: there is no cache."""
 
     def stop(self) -> None:
-        """Nothing runs here."""
+        """Do nothing: there is no thread to stop."""
 
     def close(self) -> None:
-        """Nothing runs here."""
+        """Do nothing: there is no thread to stop."""
 
 
 def _generated(prompt: list[int], reply: Any, watch: OnToken | None) -> Generated:
-    """A reply, up to where a stop text is complete: Tinker ends replies at tokens, and texts are looked for here."""
+    """A reply, cut after the first stop text: Tinker only stops at tokens, so stop texts are searched here."""
     ids, logprobs, reason = list(reply.tokens), list(reply.logprobs or ()), str(reply.stop_reason)
     if len(logprobs) != len(ids):
-        raise InfraError(f"Tinker gave {len(ids)} tokens and {len(logprobs)} logprobs")
+        raise InfraError(f"Tinker returned {len(ids)} tokens but {len(logprobs)} logprobs")
     if watch is not None:
         for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             if watch(token, logprob):
@@ -109,7 +109,7 @@ def _generated(prompt: list[int], reply: Any, watch: OnToken | None) -> Generate
 
 
 class TinkerClient(LocalModel):
-    """A model that Tinker samples from, as a client: prompts are written and replies read here, as of a local model."""
+    """A model at Tinker as a client: like a local model, but Tinker samples the tokens."""
 
     def __init__(self, sampling: Any, tokenizer: Any, *, name: str, length: int = DEFAULT_LENGTH) -> None:
         super().__init__(name, tokenizer, name=name)

@@ -1,8 +1,7 @@
-"""A loss that a client traced (torch.fx, as plain data) → a function of tensors: only operations of a list are run.
+"""A client's traced loss (torch.fx, as plain data) → a function of tensors, of allowed operations only.
 
-A graph comes from whoever reaches the server. A node can name nothing but an operation below, so that it can read no
-file, import no module and reach no attribute; and what it computes with is limited in size, so that none takes the
-server's memory or time.
+Graphs are untrusted input. A node can only name an operation below, so it cannot read files, import modules or access
+other attributes. Sizes are limited, so that a graph cannot use up the server's memory or time.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch.nn import functional
 from verifiers.errors import RequestRefusedError
 
 MOST_NODES = 2000
-MOST_CELLS = 1 << 26  # of all tensors that the loss of one datum makes
-LARGEST = 1 << 63  # of Python's numbers, which have no end of their own
+MOST_CELLS = 1 << 26  # elements of all tensors that the loss of one datum creates
+LARGEST = 1 << 63  # bound on Python's integers, which are otherwise unlimited
 MOST_EXPONENT, MOST_ITEMS = 64, 16
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _NAMES = [
@@ -62,10 +61,10 @@ def _attribute(value: Any, name: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomLoss:
-    """A traced loss: its name, what it takes (``logprobs`` first), and its nodes."""
+    """A traced loss: its name, its inputs (``logprobs`` first), and its nodes."""
 
     name: str
-    inputs: tuple[tuple[str, int], ...]  # name, number of axes
+    inputs: tuple[tuple[str, int], ...]  # (name, number of axes)
     nodes: tuple[Mapping[str, Any], ...]
 
     @classmethod
@@ -77,20 +76,22 @@ class CustomLoss:
             for node in nodes:
                 _check_node(node)
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestRefusedError(f"this is no custom loss: {type(error).__name__}: {error}") from error
+            raise RequestRefusedError(f"not a custom loss: {type(error).__name__}: {error}") from error
         placeholders = [node["target"] for node in nodes if node["op"] == "placeholder"]
         if not inputs or inputs[0][0] != "logprobs" or placeholders != [name for name, _ in inputs]:
-            raise RequestRefusedError("a custom loss takes logprobs first, and its graph the inputs that it names")
+            raise RequestRefusedError(
+                "a custom loss must have logprobs as its first input, and its graph the same inputs"
+            )
         if len(nodes) > MOST_NODES:
-            raise RequestRefusedError(f"this custom loss has {len(nodes)} nodes, and may have {MOST_NODES}")
+            raise RequestRefusedError(f"this custom loss has {len(nodes)} nodes; at most {MOST_NODES} are allowed")
         return loss
 
     def __call__(self, logprobs: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The loss of one datum, a number with a gradient, and its figures."""
+        """The loss of one datum, a scalar with a gradient, and its metrics."""
         given = {"logprobs": logprobs, **{name: _given(self.name, inputs, name) for name, _ in self.inputs[1:]}}
         for name, rank in self.inputs:
             if given[name].ndim != rank:
-                raise RequestRefusedError(f"loss {self.name!r} takes {name} of {rank} axes, not {given[name].ndim}")
+                raise RequestRefusedError(f"loss {self.name!r} takes {name} with {rank} axes, not {given[name].ndim}")
         known: dict[str, Any] = {}
         cells = 0
         for node in self.nodes:
@@ -108,7 +109,7 @@ class CustomLoss:
             raise RequestRefusedError(f"loss {self.name!r} does not return a loss and its metrics")
         loss, metrics = found
         if not isinstance(loss, torch.Tensor) or loss.ndim or (torch.is_grad_enabled() and not loss.requires_grad):
-            raise RequestRefusedError(f"loss {self.name!r} is no single number that depends on logprobs")
+            raise RequestRefusedError(f"loss {self.name!r} is not a scalar that depends on logprobs")
         if wrong := [name for name in metrics if not _METRIC.fullmatch(name)]:
             raise RequestRefusedError(f"metric {wrong[0]!r:.80} is not named custom/<name>:sum or custom/<name>:mean")
         return loss, {name: float(torch.as_tensor(value).detach()) for name, value in metrics.items()}
@@ -116,7 +117,7 @@ class CustomLoss:
 
 def _given(loss: str, inputs: Mapping[str, Any], name: str) -> Any:
     if name not in inputs:
-        raise RequestRefusedError(f"a datum has no {name!r}, which loss {loss!r} takes")
+        raise RequestRefusedError(f"a datum has no {name!r}, which loss {loss!r} needs")
     return inputs[name]
 
 
@@ -133,7 +134,7 @@ def _check_node(node: Mapping[str, Any]) -> None:
 
 
 def _run(node: Mapping[str, Any], known: Mapping[str, Any], room: int) -> Any:
-    """What a node gives; its tensors may have as many cells as there is ``room`` for."""
+    """The value of a node; its tensors may have up to ``room`` elements."""
     target = str(node["target"])
     args = [_value(one, known) for one in node.get("args", ())]
     kwargs = {str(key): _value(one, known) for key, one in node.get("kwargs", {}).items()}
@@ -146,36 +147,36 @@ def _run(node: Mapping[str, Any], known: Mapping[str, Any], room: int) -> Any:
         raise RequestRefusedError(f"{target} is a method of tensors")
     else:
         found = getattr(args[0], target)(*args[1:], **kwargs)
-    if isinstance(found, torch.Tensor):  # one that was expanded has cells before it has memory
+    if isinstance(found, torch.Tensor):  # an expanded tensor has elements without memory
         _check_room(target, found.numel(), room)
     return found
 
 
 def _check_operands(target: str, operands: Sequence[Any]) -> None:
-    """Python's own numbers and sequences grow without end: tensors, numbers of the usual size and short shapes only."""
+    """Allow only tensors, numbers of limited size and short shapes, because Python's own values grow without limit."""
     for one in operands:
         is_number = isinstance(one, (bool, float, torch.Tensor)) or (isinstance(one, int) and abs(one) < LARGEST)
         is_shape = target == "operator.add" and isinstance(one, (tuple, list)) and len(one) <= MOST_ITEMS
         if not is_number and not is_shape:
-            raise RequestRefusedError(f"{target} of a custom loss is not computed for a {type(one).__name__} like this")
+            raise RequestRefusedError(f"{target} of a custom loss does not accept this {type(one).__name__}")
     if target == "operator.pow" and any(isinstance(one, int) and abs(one) > MOST_EXPONENT for one in operands[1:]):
-        raise RequestRefusedError(f"a custom loss takes powers of up to {MOST_EXPONENT}")
+        raise RequestRefusedError(f"a custom loss may only use exponents up to {MOST_EXPONENT}")
 
 
 def _cells(target: str, operands: Sequence[Any]) -> int:
-    """How many cells an operation may make of these, at most."""
+    """An upper bound on the elements of an operation's result."""
     tensors = [one for one in operands if isinstance(one, torch.Tensor)]
     if target == "operator.matmul" and len(tensors) == 2:
         return int(math.prod(tensors[0].shape[:-1]) * math.prod(tensors[1].shape[:-2]) * tensors[1].shape[-1])
     try:
         return math.prod(torch.broadcast_shapes(*(one.shape for one in tensors)))
-    except RuntimeError:  # the operation says so itself
+    except RuntimeError:  # the operation itself will raise
         return 0
 
 
 def _check_room(target: str, cells: int, room: int) -> None:
     if cells > room:
-        raise RequestRefusedError(f"the tensors of a custom loss take more than {MOST_CELLS} cells, at {target}")
+        raise RequestRefusedError(f"the tensors of a custom loss have more than {MOST_CELLS} elements, at {target}")
 
 
 def _value(encoded: Any, known: Mapping[str, Any]) -> Any:

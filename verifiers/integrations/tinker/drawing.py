@@ -1,4 +1,4 @@
-"""Sampling requests → replies, each in its turn; the logprobs of those that were recorded can be found again."""
+"""Sampling requests → replies. The logprobs of recorded sequences can be looked up later."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from verifiers.integrations.tinker.samples import SampleRequest, gathered, reply
 from verifiers.integrations.tinker.scoring import Reply, Scoring
 from verifiers.integrations.tinker.turns import Turns
 
-MOST_RECORDED = 1 << 16  # sampled sequences whose logprobs can be found again
+MOST_RECORDED = 1 << 16  # sampled sequences whose logprobs are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Replies that will be: what they give, the names of their sequences, and how to want them no more."""
+    """Pending replies: their future, the ids of their sequences, and a function that cancels them."""
 
     future: Future[Any]
     names: list[str]
@@ -34,7 +34,7 @@ class Drawn:
 
 
 class Drawing:
-    """Draws replies with the engine, from one snapshot at a time."""
+    """Samples replies with the engine, from one snapshot at a time."""
 
     def __init__(self, ready: ReadyModel, scoring: Scoring, turns: Turns) -> None:
         self._ready, self._scoring, self._turns = ready, scoring, turns
@@ -43,17 +43,17 @@ class Drawing:
     def draw(self, asked: SampleRequest, snapshot: Snapshot | None) -> Drawn:
         names = [uuid.uuid4().hex for _ in range(asked.n)]
         answers: list[Any] = []
-        unwanted = False
+        is_cancelled = False
 
         def start() -> Future[Any]:
-            if unwanted:
+            if is_cancelled:
                 raise RequestRefusedError("the request was cancelled")
-            answers.extend(asked.submit(self._ready, scores_prompt=asked.topk_prompt > 0))  # else it is done afterwards
+            answers.extend(asked.submit(self._ready, scores_prompt=asked.topk_prompt > 0))  # else scored afterwards
             return gathered(answers)
 
         def cancel() -> None:
-            nonlocal unwanted
-            unwanted = True
+            nonlocal is_cancelled
+            is_cancelled = True
             for answer in answers:
                 answer.cancel()
 
@@ -61,7 +61,7 @@ class Drawing:
         return Drawn(future, names, cancel)
 
     def _written(self, done: Sequence[tuple[tuple[SampleRequest, list[str]], list[Generated]]]) -> list[Written]:
-        """What clients are told of requests that are done, all of the snapshot in force."""
+        """The results of finished requests, all of the active snapshot."""
         with self._ready.engine.lock:
             rescored = self._rescored([(asked, found) for (asked, _), found in done])
             scores = [None if asked.targets is None else self._score(asked) for (asked, _), _ in done]
@@ -82,7 +82,7 @@ class Drawing:
         return np.where(asked.targets < 0, 0.0, logprob_N.cpu().numpy().reshape(asked.targets.shape))
 
     def _rescored(self, done: Sequence[tuple[SampleRequest, list[Generated]]]) -> list[list[Generated]]:
-        """The same replies with the logprobs that training computes for them, which adds up in another order."""
+        """The same replies with the logprobs that training computes, which sums in a different order."""
         replies = [Reply(asked.prompt, one.ids, asked.drawn_from) for asked, found in done for one in found]
         prompts = [Reply(asked.prompt[:1], asked.prompt[1:]) for asked, _ in done if asked.scores_prompt]
         logprobs = iter(self._scoring.replies([*replies, *prompts]))
@@ -106,7 +106,7 @@ class Drawing:
     def _alternatives(
         self, ids: list[int], own: list[float], found: Sequence[Alternatives], by: float = 1.0
     ) -> Sequence[Alternatives]:
-        """Alternatives of the last tokens of ``ids``, whose logprobs are ``own``."""
+        """The alternatives ``found`` for the last tokens of ``ids``, rescored relative to their logprobs (``own``)."""
         if not any(found):
             return found
         tokens = [[token for token, _ in some] for some in found]
@@ -118,14 +118,14 @@ class Drawing:
         return [sorted(some, key=lambda one: -one[1]) for some in made]
 
     def with_recorded(self, i: int, one: Datum) -> Datum:
-        """A datum with the logprobs that its tokens were sampled with here, as its spans say."""
+        """A datum with the sampling logprobs of the sequences that its spans name."""
         if not one.spans:
             return one
         logprobs = np.zeros(len(one.ids_T), np.float32)
         at = 0
         for span in one.spans:
             if span.length < 0 or span.offset < 0:
-                raise RequestRefusedError(f"datum {i}: a span of {span.length} tokens from {span.offset} on is none")
+                raise RequestRefusedError(f"datum {i}: invalid span of {span.length} tokens from {span.offset}")
             if span.sequence_id is not None:
                 known = self._recorded.get(span.sequence_id)
                 if known is None or span.offset + span.length > len(known):

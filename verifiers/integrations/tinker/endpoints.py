@@ -1,4 +1,4 @@
-"""The service → the endpoints that Tinker's SDK calls; futures as protobuf, or as JSON where it is not asked for."""
+"""The service → the endpoints that Tinker's SDK calls. Results are protobuf if the client accepts it, else JSON."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from verifiers.integrations.tinker.store import KINDS, Place, as_time, read_ttl
 
 logger = logging.getLogger("verifiers.integrations.tinker")
 
-MOST_BYTES = 256 << 20  # of a request; the SDK sends data in parts of 5 MB
+MOST_BYTES = 256 << 20  # per request; the SDK sends data in parts of 5 MB
 API = "/api/v1"
-# What the SDK is told to do: send JSON or protobuf as it is, and one request of a training after the other.
+# Tells the SDK to send uncompressed JSON or protobuf, and the requests of a training one after another.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
@@ -103,7 +103,7 @@ class Endpoints:
                 return refusal
             return await handler(http)
         except web.HTTPException as error:
-            return _error(error.status, f"{http.method} {http.path}: {error.reason}; this server does not have it")
+            return _error(error.status, f"{http.method} {http.path}: {error.reason}; this server has no such endpoint")
         except NotHereError as error:
             return _error(404, str(error))
         except errors.RequestRefusedError as error:
@@ -119,14 +119,12 @@ class Endpoints:
     def _refusal(self, http: web.Request) -> web.Response | None:
         named = http.headers.get("Host")
         if named is not None and not is_own_host(named, self.host, self.allow_hosts):
-            return _error(
-                421, f"this server is not called {named!r:.200}; the names it was given are (--allow-host NAME)"
-            )
+            return _error(421, f"the Host {named!r:.200} is not a name of this server; allow it with --allow-host NAME")
         if self.api_key is not None and http.path != f"{API}/healthz":
             given = http.headers.get("X-API-Key") or key_of(http) or ""
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
-                return _error(401, "the API key is wrong or missing: TINKER_API_KEY is what the server was given")
-        elif http.method != "GET" and "Origin" in http.headers:  # a page in a browser: anyone's, without a key
+                return _error(401, "the API key is wrong or missing: set TINKER_API_KEY to the server's key")
+        elif http.method != "GET" and "Origin" in http.headers:  # without a key, any web page could send this
             return _error(403, "web pages need a server with an API key")
         return None
 
@@ -162,7 +160,7 @@ class Endpoints:
 
     async def _learn(self, http: web.Request) -> web.Response:
         if http.headers.get("Content-Encoding", "identity") != "identity":
-            raise errors.RequestRefusedError("the body is compressed; this server tells its clients not to")
+            raise errors.RequestRefusedError("the body is compressed, which this server does not support")
         request: TrainingRequest
         if http.content_type == wire.PROTOBUF:
             request = read_protobuf(await http.read())
@@ -221,12 +219,12 @@ class Endpoints:
             found = await self.service.futures.result(request_id)
         except KeyError:
             return _error(
-                410, f"there is no request {request_id!r:.80}; it was fetched long ago, or its session is over"
+                410, f"there is no request {request_id!r:.80}; it was fetched long ago, or its session has ended"
             )
         except TimeoutError:
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return web.json_response(waiting, status=408)
-        except Exception as error:  # what the request came to
+        except Exception as error:  # the outcome of the request
             if not isinstance(error, errors.Error | ValueError):
                 logger.exception("request %s failed", request_id)
             return json_reply(failure(error))
@@ -240,7 +238,7 @@ class Endpoints:
         self.service.futures.cancel(str((await read_body(http)).get("request_id")))
         return web.Response(status=204)
 
-    # --- what is saved --------------------------------------------------------------------------------------------
+    # --- saved weights --------------------------------------------------------------------------------------------
 
     async def _runs(self, http: web.Request) -> web.Response:
         runs = [self._described(run) for run in self.service.store.runs()]

@@ -1,4 +1,4 @@
-"""Requests under way and done, by the ids that clients ask for them with."""
+"""Pending and finished requests, by request id."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from verifiers import errors
 
-MOST_FETCHED = 256  # results that were fetched and are kept, should the reply have been lost
-WAIT_S = 20.0  # before a client is told to ask again; it gives up a connection after 45
+MOST_FETCHED = 256  # fetched results that are kept, in case the response was lost
+WAIT_S = 20.0  # before a client is told to ask again; clients close a connection after 45 s
 
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """One request: its id, what it will give, and what the submission said beside."""
+    """One request: its id, its future result, and the reply to its submission."""
 
     id: str
     future: Future[Any]
@@ -29,7 +29,7 @@ class Pending:
 
 
 class Futures:
-    """What was submitted. A submission that is made again (its reply was lost) gives the same request."""
+    """All submitted requests. A repeated submission (because its reply was lost) gives the same request."""
 
     def __init__(self) -> None:
         self._all: dict[str, Pending] = {}
@@ -48,7 +48,7 @@ class Futures:
         return one
 
     async def result(self, request_id: Any) -> Any:
-        """What a request gave; TimeoutError if it takes longer than a client waits; KeyError if there is none."""
+        """The result of a request; raises TimeoutError after `WAIT_S`, and KeyError for an unknown id."""
         one = self._all[request_id]
         if not one.future.done():
             await _end_of(one.future)
@@ -64,7 +64,7 @@ class Futures:
             one.cancel()
 
     def forget(self, owner: str) -> None:
-        """Drop all of a session; what it still waits for is not wanted any more."""
+        """Drop all requests of a session, and cancel the pending ones."""
         for request_id in [one.id for one in self._all.values() if one.owner == owner]:
             self.cancel(request_id)
             self._drop(request_id)
@@ -76,7 +76,7 @@ class Futures:
 
 
 async def _end_of(future: Future[Any]) -> None:
-    """Wait for it without taking what it gives, which another may ask for too; TimeoutError if that takes too long."""
+    """Wait until a future is done, without consuming it; raises TimeoutError after `WAIT_S`."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def note(_: Future[Any]) -> None:
@@ -89,7 +89,7 @@ async def _end_of(future: Future[Any]) -> None:
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """What a request that failed gives: whose fault it was, and what was wrong."""
+    """The result of a failed request: the message, and whether the user or the server is to blame."""
     is_users = isinstance(error, errors.RequestRefusedError | ValueError | errors.OverlongPromptError)
     if isinstance(error, errors.Error | ValueError):
         return {"error": str(error), "category": "user" if is_users else "server"}

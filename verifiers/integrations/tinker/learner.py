@@ -1,4 +1,4 @@
-"""Training requests → gradients, updates and logprobs, of one adapter over the shared model."""
+"""Training requests → gradients, updates and logprobs of one adapter of the shared model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weigh
 
 
 class Learner:
-    """One training: an adapter, its gradients so far, and its optimizer."""
+    """One training: an adapter, its accumulated gradients, and its optimizer."""
 
     def __init__(self, adapters: Adapters, scoring: Scoring, shape: LoraShape, seed: int | None = None) -> None:
         self.shape = shape
@@ -37,7 +37,7 @@ class Learner:
         self.weights = Weights(adapters.model, self._config)
 
     def learn(self, request: TrainingRequest, custom: CustomLoss | None) -> tuple[list[Any], dict[str, float]]:
-        """The logprobs of each datum's targets, and figures; the gradients are added to those of the next step."""
+        """The logprobs of each datum's targets, and metrics. The gradients accumulate until the next step."""
         self._adapters.use(self.adapter)
         found: list[Any] = [None] * len(request.data)
         figures: dict[str, float] = {"loss:sum": 0.0}
@@ -50,7 +50,7 @@ class Learner:
                     self.weights.clear()
                     raise RequestRefusedError(
                         f"the loss is {value}: the weights of this training or the numbers of the request are too "
-                        "large; gradients since the last step are dropped"
+                        "large; the gradients since the last step are discarded"
                     )
                 if not request.forward_only:
                     self.weights.backward(loss)
@@ -63,7 +63,7 @@ class Learner:
         }
 
     def step(self, given: Mapping[str, Any]) -> dict[str, float]:
-        """Move the adapter by AdamW; the gradients begin anew."""
+        """Update the adapter by AdamW, and clear the gradients."""
         adam = read_adam(given)
         self._adapters.use(self.adapter)
         for group in self.weights.optimizer.param_groups:
@@ -71,25 +71,25 @@ class Learner:
         self._config.max_grad_norm = adam["grad_clip_norm"] if adam["grad_clip_norm"] > 0 else None
         norm = self.weights.step(adam["learning_rate"])
         if not math.isfinite(norm):
-            raise RequestRefusedError(f"the norm of the gradients is {norm}: the weights stay as they were")
+            raise RequestRefusedError(f"the norm of the gradients is {norm}: the weights were not changed")
         return {"grad_norm": norm}
 
-    # --- what is saved --------------------------------------------------------------------------------------------
+    # --- saving and loading ---------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         return self._adapters.read(self.adapter, self.shape)
 
     def state(self) -> dict[str, Any]:
-        """The optimizer, and the float32 copies of weights in half precision."""
+        """The state of the optimizer, and the float32 master weights of weights in half precision."""
         return {
             "optimizer": self.weights.optimizer.state_dict(),
             "masters": [one.detach() for one in self.weights.masters],
         }
 
     def restore(self, snapshot: Snapshot, state: Mapping[str, Any] | None) -> None:
-        """Become what was saved; without a state the optimizer begins anew."""
+        """Restore a snapshot; without a ``state`` the optimizer is reset."""
         if snapshot.shape != self.shape:
-            raise RequestRefusedError(f"this training has the LoRA {self.shape}, and the weights {snapshot.shape}")
+            raise RequestRefusedError(f"this training has the LoRA {self.shape}, but the weights {snapshot.shape}")
         before, old = self.snapshot(), self.weights
         self._adapters.write(self.adapter, snapshot)
         self._adapters.use(self.adapter)
@@ -101,9 +101,9 @@ class Learner:
             self._adapters.write(self.adapter, before)
             old.publish()
             raise RequestRefusedError(
-                f"the saved state of the optimizer does not fit this training: {error}"
+                f"the saved state of the optimizer does not match this training: {error}"
             ) from error
-        old.clear()  # gradients of what it was before
+        old.clear()  # the gradients of the previous weights
         self.weights = weights
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ def _load_state(weights: Weights, state: Mapping[str, Any]) -> None:
 
 
 def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
-    """The settings of one step, checked.
+    """Check the settings of one optimizer step.
 
     >>> read_adam({"learning_rate": 0.001})["beta2"]
     0.95
@@ -130,16 +130,16 @@ def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
     for name, value in read.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value <= sys.float_info.max or (name.startswith("beta") and value >= 1):
-            raise RequestRefusedError(f"{name} of a step is no such number: {value!r:.80}")
+            raise RequestRefusedError(f"{name} of a step is out of range: {value!r:.80}")
     if read["learning_rate"] > MOST_RATE:
         raise RequestRefusedError(
-            f"the learning rate is {read['learning_rate']!r:.80}: Adam moves every weight by about so much, and more "
-            f"than {MOST_RATE:g} leaves nothing of them; usual are 1e-6 to 1e-3"
+            f"the learning rate is {read['learning_rate']!r:.80}: Adam changes every weight by about that, and more "
+            f"than {MOST_RATE:g} destroys the model; usual values are 1e-6 to 1e-3"
         )
     if read["learning_rate"] * read["weight_decay"] > 1:
         raise RequestRefusedError(
-            f"learning_rate × weight_decay is {read['learning_rate'] * read['weight_decay']:g}: above 1 a step turns "
-            "all weights around"
+            f"learning_rate × weight_decay is {read['learning_rate'] * read['weight_decay']:g}: above 1 a step flips "
+            "the sign of all weights"
         )
     return {name: float(value) for name, value in read.items()}
 
@@ -147,7 +147,7 @@ def read_adam(given: Mapping[str, Any]) -> dict[str, float]:
 def _loss(
     request: TrainingRequest, custom: CustomLoss | None, data: Sequence[Datum], logprob_N: Tensor, sequence_N: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """The sum over a micro-batch, and what a custom loss measured."""
+    """The summed loss of a micro-batch, and the metrics of a custom loss."""
     if custom is not None:
         return _custom_loss(custom, data, logprob_N)
     inputs = {name: _column(data, name, logprob_N.device) for name in data[0].inputs if name != "target_tokens"}
@@ -163,7 +163,7 @@ def _custom_loss(custom: CustomLoss, data: Sequence[Datum], logprob_N: Tensor) -
             loss, more = custom(part.view(one.targets.shape), inputs)
         except RequestRefusedError:
             raise
-        except Exception as error:  # the client's own function
+        except Exception as error:  # the client's function
             raise RequestRefusedError(f"loss {custom.name!r} failed: {type(error).__name__}: {error}") from error
         total = total + loss
         for name, value in more.items():
@@ -172,7 +172,7 @@ def _custom_loss(custom: CustomLoss, data: Sequence[Datum], logprob_N: Tensor) -
 
 
 def _column(data: Sequence[Datum], name: str, device: torch.device) -> Tensor:
-    """One array of all data, end to end, a value for each target."""
+    """One input of all data, concatenated, with one value per target."""
     parts = []
     for one in data:
         values, shape = np.asarray(one.inputs[name], np.float32), one.targets.shape

@@ -1,6 +1,7 @@
-"""The losses that Tinker's clients name, over the definitions of `verifiers.trainers.losses`: sums over tokens.
+"""Tinker's named losses, in terms of `verifiers.trainers.losses`; all are sums over tokens.
 
-Each takes the tokens of a micro-batch end to end: logprobs with gradients, the datum's arrays, which datum each is of.
+Each function takes the concatenated tokens of a micro-batch: their logprobs with gradients, the data's arrays, and the
+index of each token's datum.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STABLE = Objective(kind="cispo", epsilon_high=1.0)  # a ratio of at most 2, with
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config, sequences: Tensor) -> Tensor:
-    """−w log p; without weights every target counts 1."""
+    """−w log p; without weights, w = 1."""
     return -logprobs * inputs["weights"] if "weights" in inputs else -logprobs
 
 
@@ -41,7 +42,7 @@ def ppo(logprobs: Tensor, inputs: Inputs, config: Config, sequences: Tensor) -> 
 
 
 def bounded_cispo(logprobs: Tensor, inputs: Inputs, config: Config, sequences: Tensor) -> Tensor:
-    """−clip(r) A log p, the ratio without a gradient: bounded from below too, which the trainer's own is not."""
+    """−clip(r) A log p, without a gradient of the ratio. Unlike in the trainer's CISPO, it has a lower bound too."""
     low, high = _bounds(inputs, config)
     ratio_N = (logprobs.detach() - inputs["logprobs"]).exp().clamp(low, high)
     return -ratio_N * inputs["advantages"] * logprobs
@@ -54,22 +55,22 @@ def dro(logprobs: Tensor, inputs: Inputs, config: Config, sequences: Tensor) -> 
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, config: Config, sequences: Tensor) -> Tensor:
-    """−min(s A, clip(s) A): s has the value of the sequence's mean ratio, and the gradient of the token's own logprob.
+    """−min(s A, clip(s) A), where s has the value of the sequence's mean ratio and the gradient of the token's logprob.
 
-    The mean is over what ``sequence_ratio_mask`` marks, or without it over tokens with an advantage.
+    The mean is over the tokens in ``sequence_ratio_mask``, or without it over tokens with a nonzero advantage.
     """
     is_in_N = (inputs["sequence_ratio_mask"] if "sequence_ratio_mask" in inputs else inputs["advantages"]) != 0
     detached_N = logprobs.detach()
     gap_N = (detached_N - inputs["logprobs"]) * is_in_N
     share_N = sequence_mean(is_in_N.to(gap_N.dtype), sequences).clamp(min=1e-12)
     mean_N = sequence_mean(gap_N, sequences) / share_N
-    own_N = mean_N + logprobs - detached_N  # as if the sampler had given every token the same ratio
+    own_N = mean_N + logprobs - detached_N  # every token gets the sequence's mean ratio
     loss_N: Tensor = clipped(own_N, own_N.new_zeros(()), inputs["advantages"], sequences, _clip(inputs, config))[0]
     return loss_N
 
 
 def stable_reinforce(logprobs: Tensor, inputs: Inputs, config: Config, sequences: Tensor) -> Tensor:
-    """−min(r, 2) A log p + kl_coeff KL(p ‖ q): the ratio has no gradient, and the estimate of KL is never negative."""
+    """−min(r, 2) A log p + kl_coeff KL(p ‖ q), without a gradient of the ratio; the KL estimate is never negative."""
     loss_N, _ = cispo(logprobs, inputs["logprobs"], inputs["advantages"], sequences, STABLE)
     is_sampled_N = (inputs["logprobs"] != 0) | (inputs["advantages"] != 0)
     kl_N = k3(logprobs, inputs["logprobs"]) * is_sampled_N
@@ -78,7 +79,7 @@ def stable_reinforce(logprobs: Tensor, inputs: Inputs, config: Config, sequences
 
 
 def _bounds(inputs: Inputs, config: Config) -> tuple[Any, Any]:
-    """Of the ratio: of each token, of the whole request, or the usual."""
+    """The bounds of the ratio: per token, per request, or the defaults."""
     import torch
 
     found = [inputs[name] if name in inputs else torch.tensor(float(config.get(name, CLIP[name]))) for name in CLIP]
@@ -92,7 +93,7 @@ def _clip(inputs: Inputs, config: Config) -> Objective:
 
 LossFunction = Callable[..., Any]
 _POLICY = ("logprobs", "advantages")
-# name → the function, the arrays it needs beside target_tokens, those it may have, and its settings
+# name → the function, its required arrays besides target_tokens, its optional arrays, its settings
 LOSSES: dict[str, tuple[LossFunction, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "cross_entropy": (cross_entropy, (), ("weights",), ()),
     "importance_sampling": (importance_sampling, _POLICY, (), ()),
@@ -102,7 +103,7 @@ LOSSES: dict[str, tuple[LossFunction, tuple[str, ...], tuple[str, ...], tuple[st
     "gspo": (gspo, _POLICY, (*CLIP, "sequence_ratio_mask"), tuple(CLIP)),
     "stable_reinforce": (stable_reinforce, _POLICY, (), ("kl_coeff",)),
 }
-_WITHOUT_EFFECT = frozenset(("target_tokens", "weights", "mask"))  # that clients send along
+_WITHOUT_EFFECT = frozenset(("target_tokens", "weights", "mask"))  # inputs that clients send but losses ignore
 
 
 def _is_number(value: Any) -> bool:
@@ -110,16 +111,16 @@ def _is_number(value: Any) -> bool:
 
 
 def check_loss(name: str, inputs: Inputs, config: Config, where: str) -> None:
-    """Refuse a loss that there is not, one that lacks what it needs, or settings that it does not have."""
+    """Raise for an unknown loss, missing or unknown inputs, or unknown settings."""
     if name not in LOSSES:
-        raise RequestRefusedError(f"there is no loss {name!r:.80}; there are {', '.join((*LOSSES, 'custom'))}")
+        raise RequestRefusedError(f"unknown loss {name!r:.80}; there are {', '.join((*LOSSES, 'custom'))}")
     _, needed, may, settings = LOSSES[name]
     if missing := [one for one in needed if one not in inputs]:
         raise RequestRefusedError(f"{where} has no {missing[0]}, which {name} needs")
     if unknown := inputs.keys() - {*needed, *may} - _WITHOUT_EFFECT:
-        raise RequestRefusedError(f"{where}: {name} does not know {min(unknown)!r}")
+        raise RequestRefusedError(f"{where}: {name} has no input {min(unknown)!r}")
     if unknown := config.keys() - set(settings):
         known = f"it has {', '.join(settings)}" if settings else "it has none"
         raise RequestRefusedError(f"{name} has no setting {min(unknown)!r}; {known}")
     if wrong := [key for key, value in config.items() if not _is_number(value)]:
-        raise RequestRefusedError(f"{name}: {wrong[0]} is a number, not {config[wrong[0]]!r:.80}")
+        raise RequestRefusedError(f"{name}: {wrong[0]} must be a number, not {config[wrong[0]]!r:.80}")

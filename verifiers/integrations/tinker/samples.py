@@ -1,4 +1,4 @@
-"""Sampling requests → the engine's, and what it drew → bodies: protobuf, or the JSON of older clients."""
+"""Sampling requests → requests to the engine; replies → bodies. Protobuf, or JSON for older clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from verifiers.trainers.sampling import PLAIN, Distribution
 
 MOST_SAMPLES = 1024
 MOST_TOPK = 1024
-EMPTY = -99999.0  # the logprob of a cell that there is not
+EMPTY = -99999.0  # the logprob that fills unused entries
 _PARAMS = frozenset(("max_tokens", "seed", "stop", "temperature", "top_k", "top_p"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-    """So many replies to a prompt, and what is to be said about its own tokens."""
+    """A request for ``n`` replies to a prompt, and for logprobs of the prompt's tokens."""
 
     prompt: list[int]
     n: int
@@ -33,25 +33,25 @@ class SampleRequest:
     stop_texts: tuple[str, ...] = ()
     topk_prompt: int = 0
     last_n: int | None = None
-    targets: Any = None  # of each place of the prompt but the last; -1: none
-    records: bool = False  # whether the logprobs are to be found again by the ids of the sequences
+    targets: Any = None  # K token ids for each prompt position but the last; -1: none
+    records: bool = False  # keep the logprobs, to be looked up by sequence id
 
     @classmethod
     def read(cls, body: Mapping[str, Any], ready: ReadyModel) -> SampleRequest:
         prompt = json_tokens(body.get("prompt"))
         if not prompt or not all(0 <= token < ready.vocabulary for token in prompt):
-            raise RequestRefusedError(f"the prompt has no tokens, or others than the {ready.vocabulary} of this model")
+            raise RequestRefusedError(f"the prompt is empty, or not of the {ready.vocabulary} tokens of this model")
         room = ready.engine.length - len(prompt)
         if room < 1:
             raise RequestRefusedError(
-                f"the prompt has {len(prompt)} tokens, and the context of the model is {ready.engine.length}, reply "
-                "included"
+                f"the prompt has {len(prompt)} tokens, but the model's context is {ready.engine.length}, including the "
+                "reply"
             )
         if body.get("prompt_alt_tokens_k"):
-            raise RequestRefusedError("prompt_alt_tokens_k is not known to this server; leave it out")
+            raise RequestRefusedError("prompt_alt_tokens_k is not supported by this server; leave it out")
         last_n = body.get("prompt_logprobs_last_n")
         if last_n is not None and not 1 <= _whole(body, "prompt_logprobs_last_n", 1) < len(prompt):
-            raise RequestRefusedError(f"prompt_logprobs_last_n is from 1 to {len(prompt) - 1}, not {last_n!r:.80}")
+            raise RequestRefusedError(f"prompt_logprobs_last_n must be from 1 to {len(prompt) - 1}, not {last_n!r:.80}")
         topk_prompt = _whole(body, "topk_prompt_logprobs", 0, most=MOST_TOPK)
         scores = bool(body.get("prompt_logprobs")) or topk_prompt > 0
         sampling, texts = _sampling(
@@ -85,7 +85,7 @@ class SampleRequest:
 
     @property
     def drawn_from(self) -> Distribution:
-        """What tokens are drawn from; the likeliest ones, taken without a draw, count as the model's own."""
+        """The distribution that tokens are sampled from; for greedy decoding, the model's own."""
         one = self.sampling
         if one.temperature == 0:
             return PLAIN
@@ -97,7 +97,7 @@ class SampleRequest:
 
 
 def gathered(answers: Sequence[Answer]) -> Future[list[Generated]]:
-    """One future for several: done when all are; cancelling it cancels them."""
+    """One future for several, done when all are."""
     whole: Future[list[Generated]] = Future()
     left = [len(answers)]
 
@@ -107,7 +107,7 @@ def gathered(answers: Sequence[Answer]) -> Future[list[Generated]]:
             return
         try:
             whole.set_result([answer.result() for answer in answers])
-        except BaseException as error:  # handed to whoever waits for it
+        except BaseException as error:  # passed on to the waiting caller
             whole.set_exception(error)
 
     for answer in answers:
@@ -119,10 +119,10 @@ def _sampling(
     given: Any, ready: ReadyModel, room: int, *, top_logprobs: int, prompt_logprobs: int | None
 ) -> tuple[Sampling, tuple[str, ...]]:
     if not isinstance(given, Mapping):
-        raise RequestRefusedError("sampling_params is an object")
+        raise RequestRefusedError("sampling_params must be an object")
     if unknown := given.keys() - _PARAMS:
         raise RequestRefusedError(
-            f"there is no sampling parameter {min(unknown)!r}; there are {', '.join(sorted(_PARAMS))}"
+            f"unknown sampling parameter {min(unknown)!r}; there are {', '.join(sorted(_PARAMS))}"
         )
     ids, texts = _stops(given.get("stop"), ready)
     top_k, seed = given.get("top_k", -1), given.get("seed")
@@ -144,13 +144,13 @@ def _sampling(
 
 
 def _stops(given: Any, ready: ReadyModel) -> tuple[frozenset[int] | None, tuple[str, ...]]:
-    """Token ids and texts that end a reply; no ids at all: the model's own ends. A text that is one token is both."""
+    """Token ids and texts that end a reply. Ids None: the model's own stop tokens. A text that is one token is both."""
     if given is None:
         return None, ()
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or any(type(one) not in (int, str) or one == "" for one in stops):
-        raise RequestRefusedError(f"stop holds texts or token ids, not {given!r:.80}")
-    ids = {one for one in stops if isinstance(one, int) and 0 <= one < ready.vocabulary}  # others never come
+        raise RequestRefusedError(f"stop must be texts or token ids, not {given!r:.80}")
+    ids = {one for one in stops if isinstance(one, int) and 0 <= one < ready.vocabulary}  # other ids are never sampled
     texts = tuple(one for one in stops if isinstance(one, str))
     for text in texts:
         found = ready.codec.encode(text, special=False)
@@ -162,11 +162,11 @@ def _targets(given: Any, prompt: Sequence[int], vocabulary: int) -> Any:
     if given is None:
         return None
     if isinstance(given, Mapping) and given.get("sparse_crow_indices") is not None:
-        raise RequestRefusedError("target_prompt_logprobs is sparse; this server takes it dense, -1 for no target")
+        raise RequestRefusedError("target_prompt_logprobs must not be sparse; send a dense array with -1 for no target")
     targets = json_tensor("target_prompt_logprobs", given)
     is_sound = targets.dtype.kind == "i" and targets.ndim == 2 and len(targets) == len(prompt) - 1 and targets.size
     if not is_sound or targets.min() < -1 or targets.max() >= vocabulary:
-        raise RequestRefusedError(f"target_prompt_logprobs are token ids (or -1) of the shape [{len(prompt) - 1}, K]")
+        raise RequestRefusedError(f"target_prompt_logprobs must be token ids or -1, with shape [{len(prompt) - 1}, K]")
     return targets
 
 
@@ -174,7 +174,7 @@ def _whole(body: Mapping[str, Any], name: str, usual: int, *, least: int = 0, mo
     value = body.get(name)
     value = usual if value is None else value
     if type(value) is not int or not least <= value <= most:
-        raise RequestRefusedError(f"{name} is a number from {least} to {most}, not {value!r:.80}")
+        raise RequestRefusedError(f"{name} must be an integer from {least} to {most}, not {value!r:.80}")
     return value
 
 
@@ -182,7 +182,7 @@ def _whole(body: Mapping[str, Any], name: str, usual: int, *, least: int = 0, mo
 
 
 def sample_response(asked: SampleRequest, drawn: Sequence[Generated], target_logprobs: Any = None) -> Written:
-    """Replies, and the logprobs of the prompt where they were asked for."""
+    """The response to a sampling request: replies, and prompt logprobs if requested."""
     return Written(
         protobuf=lambda: _protobuf(asked, drawn, target_logprobs),
         json=lambda: _json(asked, drawn, target_logprobs),
@@ -190,7 +190,7 @@ def sample_response(asked: SampleRequest, drawn: Sequence[Generated], target_log
 
 
 def reply_logprobs(asked: SampleRequest, one: Generated) -> list[float]:
-    """Under what each token was drawn from; of the likeliest ones, taken without a draw, under the model's own."""
+    """The logprob of each token under its sampling distribution; for greedy decoding, under the model's own."""
     return one.raw_logprobs if asked.sampling.temperature == 0 else one.logprobs
 
 

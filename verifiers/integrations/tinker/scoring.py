@@ -1,8 +1,8 @@
-"""Tokens → their logprobs under the adapter in force, whatever is computed beside them: for training and sampling.
+"""Tokens → their logprobs under the active adapter, independent of the batch, for training and sampling.
 
-The sums of a matrix product depend on its shape. On a CPU they do not from some rows on, and data is laid out as by our
-trainers. On a card a sequence is computed in a rectangle whose shape follows from the length of the sequence alone, and
-the head runs over a fixed number of places: so every product that a token is in has the same shape each time.
+The rounding of a matrix product depends on its shape. On a CPU it does not from some number of rows on, so data is
+packed as in our trainers. On a GPU a sequence is computed in a rectangle whose shape only depends on the length of the
+sequence, and lm_head runs on a fixed number of positions: every product that a token is in always has the same shape.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from verifiers.trainers.memory.job import Job
 from verifiers.trainers.sampling import PLAIN, Distribution
 from verifiers.trainers.threads import sensible_threads
 
-LEAST_ROWS = 16  # MKL's products of fewer than 12 rows add up in another order: what is shorter has others beside it
-HEAD_ROWS = 512  # places that the head is run on at a time, on a card
-# Tokens of a rectangle on a card, unless a sequence is longer. A pass over a small model takes as long as launching it
-# does, however few tokens it has; one over a large model takes as long as its tokens do, padding included.
+LEAST_ROWS = 16  # MKL sums products of fewer than 12 rows in a different order, so shorter data is padded
+HEAD_ROWS = 512  # positions per lm_head call on a GPU
+# Tokens per rectangle on a GPU, unless a sequence is longer. For a small model launching kernels dominates a pass, so
+# few tokens cost the same as many; for a large model the time is proportional to the tokens, padding included.
 FEWEST_TOKENS, MOST_TOKENS = 1 << 12, 1 << 14
 PASS_FLOPS = 2e13
 NARROWEST = 64
@@ -38,7 +38,7 @@ NARROWEST = 64
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens whose logprobs are wanted, what stands before them, and what they were drawn from."""
+    """Tokens to score, the tokens before them, and their sampling distribution."""
 
     prompt: list[int]
     ids: list[int]
@@ -46,7 +46,7 @@ class Reply:
 
     @property
     def places(self) -> int:
-        """Positions of the sequence that predict a token of it."""
+        """The number of positions that predict a token of the sequence."""
         return len(self.prompt) + len(self.ids) - 1
 
     def trained(self) -> TrainSample:
@@ -55,7 +55,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Replies computed together: which, where each is among the places, and how many places the head takes at once."""
+    """Replies computed together: their indices, each one's slice of positions, and the positions per lm_head call."""
 
     batch: MicroBatch
     members: list[int]
@@ -64,7 +64,7 @@ class _Pass:
 
 
 class Scoring:
-    """The logprobs of any targets under the adapter in force."""
+    """The logprobs of any targets under the active adapter."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -77,7 +77,7 @@ class Scoring:
         self._vocabulary = model.config.get_text_config().vocab_size
 
     def logprobs(self, data: Sequence[Datum]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Some data at a time: which, the logprob of each of their targets, and the one that it is of."""
+        """Yield for some data at a time: their indices, the logprob of each target, each target's datum among them."""
         replies = [Reply(ids[:1], [*ids[1:], 0]) for ids in (one.ids_T.tolist() for one in data)]
         for some in self._passes(replies):
             target_TKs = [data[i].targets.reshape(len(data[i].ids_T), -1) for i in some.members]
@@ -92,7 +92,7 @@ class Scoring:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
     def replies(self, replies: Sequence[Reply]) -> list[list[float]]:
-        """The logprobs of each reply's tokens, under what they were drawn from."""
+        """The logprobs of each reply's tokens under its sampling distribution."""
         found: list[list[float]] = [[] for _ in replies]
         with sensible_threads(self.model):
             for some in self._passes(replies):
@@ -103,7 +103,7 @@ class Scoring:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def beside(self, ids: list[int], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """How far the logits of tokens at the last places of ``ids`` are from those of the tokens that stand there."""
+        """The logits of alternative ``tokens`` at the last positions of ``ids``, minus those of the actual tokens."""
         n, most = len(tokens), max(map(len, tokens))
         other_NK = torch.tensor([[*some, *[0] * (most - len(some))] for some in tokens], device=self.device)
         gaps = torch.empty((n, most), device=self.device)
@@ -126,7 +126,7 @@ class Scoring:
         found = self.scorer.score_outputs(out, target, drawn_from, rows=some.head_rows).logprob_N
         return found.view(target_NK.shape)
 
-    # --- what is computed together --------------------------------------------------------------------------------
+    # --- batching -------------------------------------------------------------------------------------------------
 
     def _passes(self, replies: Sequence[Reply]) -> Iterator[_Pass]:
         for drawn_from in dict.fromkeys(one.drawn_from for one in replies):
@@ -136,7 +136,7 @@ class Scoring:
                 yield _Pass(some.batch, [members[i] for i in some.members], some.places, some.head_rows)
 
     def _packed(self, replies: Sequence[Reply]) -> Iterator[_Pass]:
-        """As our trainers lay them out: a prompt that several begin with is computed once."""
+        """Pack replies as in our trainers: a common prompt is computed once."""
         limits, trained = self.scorer.layouts, [one.trained() for one in replies]
         if sum(len(one.ids) for one in replies) < LEAST_ROWS:
             trained.append(Reply([0], [0] * LEAST_ROWS, replies[0].drawn_from).trained())
@@ -149,11 +149,11 @@ class Scoring:
             ends = torch.bincount(batch.sequence_N).cumsum(0).tolist()
             each = zip(batch.members, pairwise((0, *ends)), strict=True)
             kept = [(member, slice(*place)) for member, place in each if member < len(replies)]
-            if kept:  # else the filler alone, in a model that computes one sequence at a time
+            if kept:  # otherwise only the filler, in a model that computes one sequence at a time
                 yield _Pass(batch, [member for member, _ in kept], [place for _, place in kept])
 
     def _rectangles(self, replies: Sequence[Reply]) -> Iterator[_Pass]:
-        """Those of about the same length side by side, all places of a rectangle of a fixed size, full or not."""
+        """Put replies of similar length into rectangles of a fixed size, padded if not full."""
         longest, by_width = self.scorer.layouts.longest_batched, dict[int, list[int]]()
         for i, one in enumerate(replies):
             alone = one.places > longest
@@ -170,13 +170,13 @@ class Scoring:
 
 
 def _padded(one: Reply, width: int) -> Reply:
-    """The same sequence, all of whose places are trained, and padding after it."""
+    """The sequence padded to ``width`` positions, all of which are scored."""
     whole = [*one.prompt, *one.ids, *[0] * (width - one.places)]
     return Reply(whole[:1], whole[1:], one.drawn_from)
 
 
 def tokens_for(parameters: int) -> int:
-    """How many tokens a rectangle has, at most, for a model of so many parameters.
+    """The maximum number of tokens in a rectangle, by the number of model parameters.
 
     >>> [tokens_for(n) for n in (135_000_000, 1_700_000_000, 7_000_000_000)]
     [16384, 4096, 4096]
@@ -186,7 +186,7 @@ def tokens_for(parameters: int) -> int:
 
 
 def width_for(places: int) -> int:
-    """How wide the rectangle is that a sequence is computed in: at most a quarter is padding, from 256 on.
+    """The width of a sequence's rectangle; from 256 positions on, at most a quarter is padding.
 
     >>> [width_for(n) for n in (1, 64, 65, 500, 513, 1500, 5000)]
     [64, 64, 128, 512, 640, 1536, 5120]
@@ -196,7 +196,7 @@ def width_for(places: int) -> int:
 
 
 def rows_for(width: int, tokens: int) -> int:
-    """How many sequences a rectangle of about so many tokens has, so that the head divides it into equal parts.
+    """The number of rows of a rectangle of about ``tokens`` tokens, such that `HEAD_ROWS` divides its size.
 
     >>> [rows_for(width, 4096) for width in (64, 320, 640, 1536, 5120)]
     [64, 8, 4, 2, 1]

@@ -1,4 +1,4 @@
-"""A model → a Tinker server in front of it, in a thread of its own or until the process is told to stop."""
+"""A model → a Tinker server for it, in its own thread or until the process is stopped."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ DEFAULT_FOLDER = "outputs/tinker"
 
 
 class TinkerServer(ServerThread):
-    """A server while the block lasts: ``with TinkerServer("smollm2") as server: …``; its ``url`` is the SDK's base_url.
+    """A server within a block: ``with TinkerServer("smollm2") as server: …``; its ``url`` is the SDK's base_url.
 
-    ``model`` is a name, a folder, or a module with its ``tokenizer``; its weights stay as they are, and what is trained
-    are LoRA adapters over it. ``folder`` is where they are saved.
+    ``model`` is a name, a folder, or a module with its ``tokenizer``. Its weights are not changed: LoRA adapters are
+    trained, and saved in ``folder``.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class TinkerServer(ServerThread):
     ) -> None:
         super().__init__(host=host, port=port)
         check_guarded(host, api_key, insecure, can="train and read")
-        wire.message("Chunk")  # a package that is missing is found before a model is loaded
+        wire.message("Chunk")  # raises if a package is missing, before a model is loaded
         base = models.get_model(model) if isinstance(model, str | Path) else model
         if hasattr(base, "peft_config"):
-            raise ValueError("this model has adapters already: merge them, and serve the result")
+            raise ValueError("this model already has adapters: merge them, and serve the result")
         where = getattr(tokenizer, "name_or_path", "") or getattr(base.config, "_name_or_path", "") or None
         tokenizer = models.get_tokenizer(base) if tokenizer is None else tokenizer
         fits = _plan(base, rows, length)
@@ -69,7 +69,7 @@ class TinkerServer(ServerThread):
 
     @property
     def url(self) -> str:
-        """What clients are given as ``base_url``, or in TINKER_BASE_URL."""
+        """The clients' ``base_url`` or TINKER_BASE_URL."""
         return self.root
 
     def make_runner(self) -> web.AppRunner:
@@ -88,7 +88,7 @@ class TinkerServer(ServerThread):
 
 
 def _plan(base: Any, rows: int | None, length: int | None) -> Plan:
-    """What is sampled at once: half of the memory is left to learning."""
+    """The sizes of the engine; half of the free memory is reserved for training."""
     parameter = next(base.parameters())
     return plan(
         base.config,
@@ -102,7 +102,7 @@ def _plan(base: Any, rows: int | None, length: int | None) -> Plan:
 
 
 def serve(server: TinkerServer, on_ready: Callable[[str], None]) -> None:
-    """Serve until the process is told to stop; ``on_ready`` gets the URL once it listens."""
+    """Serve until the process is stopped; ``on_ready`` gets the URL once the server listens."""
     with server:
         on_ready(server.url)
         try:

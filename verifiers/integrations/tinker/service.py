@@ -1,4 +1,4 @@
-"""What a Tinker client asks for, done on one model: sessions, trainings, samplers, and what they save."""
+"""A Tinker client's requests on one model: sessions, trainings, samplers and saved weights."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from verifiers.integrations.tinker.scoring import Scoring
 from verifiers.integrations.tinker.store import Place, Store, check_name, read_ttl
 from verifiers.integrations.tinker.turns import Turns
 
-SILENT_S = 3600.0  # without a heartbeat, before a session is over; a client sends one every 10 seconds
-MOST_COUNTED = 1 << 63  # by a client, of its own things
-MOST_UNSAVED = 64  # samplers of a session whose weights have no name and are in memory alone; the oldest go
+SILENT_S = 3600.0  # a session ends after this time without a heartbeat; clients send one every 10 seconds
+MOST_COUNTED = 1 << 63  # bound on the sequence numbers of clients
+MOST_UNSAVED = 64  # samplers per session with unsaved weights, which are in memory; the oldest are dropped
 
 
 class NotHereError(RequestRefusedError):
-    """Something was asked for by a name that nothing here has."""
+    """A request names something that does not exist on this server."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One client: its trainings and samplers go when it does."""
+    """One client; its trainings and samplers are dropped when it ends."""
 
     id: str
     seen: float = field(default_factory=time.monotonic)
@@ -48,14 +48,14 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a sampling session samples from."""
+    """The weights of a sampling session."""
 
     snapshot: Snapshot | None
     path: str | None = None
 
 
 class Service:
-    """The model and all that clients have made of it. Methods are called from the server's event loop."""
+    """The model, and the clients' trainings and samplers. Methods are called from the server's event loop."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Service:
         self.tokenizer_id = tokenizer_id
         with self.ready.engine.lock:
             self.scoring = Scoring(self.adapters.model)
-        self.turns = Turns(self._put_in_force)
+        self.turns = Turns(self._activate)
         self.drawing = Drawing(self.ready, self.scoring, self.turns)
         self.futures = Futures()
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._by_paths: dict[str, tuple[int, Sampler]] = {}  # with the stamp of the checkpoint that was read
+        self._by_paths: dict[str, tuple[int, Sampler]] = {}  # with the modification time of the checkpoint
         self.models: dict[str, Session] = {}
         self._learners: dict[str, Learner] = {}
 
@@ -104,7 +104,7 @@ class Service:
     def session(self, session_id: Any) -> Session:
         found = self.sessions.get(str(session_id))
         if found is None:
-            raise NotHereError(f"there is no session {session_id!r:.80}; it is over, or the server was started anew")
+            raise NotHereError(f"there is no session {session_id!r:.80}; it has ended, or the server was restarted")
         found.seen = time.monotonic()
         return found
 
@@ -130,11 +130,11 @@ class Service:
         given = body.get("optimizer_config") or {}
         kind = given.get("type", "adamw") if isinstance(given, Mapping) else given
         if kind != "adamw":
-            raise RequestRefusedError(f"this server has the optimizer adamw, not {kind!r:.80}")
+            raise RequestRefusedError(f"the only optimizer of this server is adamw, not {kind!r:.80}")
         lora = body.get("lora_config")
         shape, seed = LoraShape.read(lora), lora.get("seed") if isinstance(lora, Mapping) else None
         if seed is not None and type(seed) is not int:
-            raise RequestRefusedError(f"seed is a number, not {seed!r:.80}")
+            raise RequestRefusedError(f"seed must be an integer, not {seed!r:.80}")
         self.store.add_run(model_id, base_model=self.name, shape=shape, metadata=body.get("user_metadata"))
         session.models.add(model_id)
         self.models[model_id] = session
@@ -147,12 +147,12 @@ class Service:
 
     def check_base(self, name: Any) -> None:
         if name != self.name:
-            raise NotHereError(f"the model {name!r:.200} is not served here; {self.name!r} is")
+            raise NotHereError(f"this server has no model {name!r:.200}; it has {self.name!r}")
 
     def session_of(self, model_id: Any) -> Session:
         found = self.models.get(str(model_id))
         if found is None:
-            raise NotHereError(f"there is no training {model_id!r:.200}; it was unloaded, or the server started anew")
+            raise NotHereError(f"there is no training {model_id!r:.200}; it was unloaded, or the server was restarted")
         found.seen = time.monotonic()
         return found
 
@@ -198,7 +198,7 @@ class Service:
         session, given = self.session_of(model_id), body.get("adam_params") or body.get("optimizer_params") or {}
         if not isinstance(given, Mapping) or given.get("type", "adam") not in ("adam", "adamw"):
             raise RequestRefusedError(
-                f"this server has the optimizer adamw; a step takes adam_params, not {given!r:.80}"
+                f"the only optimizer of this server is adamw; a step needs adam_params, not {given!r:.80}"
             )
         read_adam(given)
         return self._in_order(
@@ -254,7 +254,7 @@ class Service:
         session, place = self.session_of(body.get("model_id")), Place.read(body.get("path"))
 
         def run(one: Learner) -> dict[str, Any]:
-            self.place(str(place))  # by now: it may have been saved by a request before this one
+            self.place(str(place))  # checked only now, because an earlier request may still have been saving it
             state = self.store.load_state(place) if body.get("optimizer") else None
             one.restore(self.store.load(place), state)
             return {"type": "load_weights", "path": str(place), "model_id": body.get("model_id")}
@@ -262,12 +262,12 @@ class Service:
         return self._in_order("load_weights", body, session, run)
 
     def place(self, path: Any) -> Place:
-        """A checkpoint that there is, of a model like this one."""
+        """An existing checkpoint of this model."""
         place = Place.read(path)
         self.store.find(place)
         base = self.store.run(place.run)["base_model"]
         if base != self.name:
-            raise RequestRefusedError(f"{place} was trained on {base!r:.200}, and {self.name!r} is served here")
+            raise RequestRefusedError(f"{place} was trained on {base!r:.200}, but this server has {self.name!r}")
         return place
 
     # --- sampling -------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Service:
         found = self.samplers.get(str(sampler_id))
         if found is None:
             raise NotHereError(
-                f"there is no sampling session {sampler_id!r:.200}; its weights were not saved, and it was too old"
+                f"there is no sampling session {sampler_id!r:.200}; old ones with unsaved weights are dropped"
             )
         return found
 
@@ -308,7 +308,7 @@ class Service:
         return pending
 
     def _sampler_of(self, body: Mapping[str, Any]) -> Sampler:
-        """By the session, or, as older clients say it, by a path or the base model."""
+        """The sampler of a request, by session or, from older clients, by path or base model."""
         if body.get("sampling_session_id") is not None:
             return self.sampler(body["sampling_session_id"])
         if body.get("model_path") is not None:
@@ -325,11 +325,11 @@ class Service:
                 del self._by_paths[next(iter(self._by_paths))]
         return self._by_paths[path][1]
 
-    def _put_in_force(self, key: tuple[Snapshot | None]) -> None:
+    def _activate(self, key: tuple[Snapshot | None]) -> None:
         with self.ready.engine.lock:
             self.adapters.use_snapshot(key[0])
 
-    # --- one after the other --------------------------------------------------------------------------------------
+    # --- submitting jobs ------------------------------------------------------------------------------------------
 
     def _alone(self, run: Callable[[], Any]) -> Future[Any]:
         def locked() -> Any:
@@ -342,7 +342,7 @@ class Service:
         return self.futures.add(kind, self._alone(run), key=key, owner=session.id, **told)
 
     def settled(self, kind: str, session: Session, result: Any) -> Pending:
-        """A request that is done already."""
+        """A request that is already done."""
         done: Future[Any] = Future()
         done.set_result(result)
         return self.futures.add(kind, done, owner=session.id)
@@ -350,7 +350,7 @@ class Service:
     def _in_order(
         self, kind: str, body: Mapping[str, Any], session: Session, run: Callable[[Learner], dict[str, Any]]
     ) -> Pending:
-        """Work on a training; the same request sent again is the same work."""
+        """Submit a job on a training. A repeated request gives the same job."""
         model_id, seq_id = str(body.get("model_id")), body.get("seq_id")
         key = None if seq_id is None else (model_id, number_of(body, "seq_id"))
         if key is not None and (known := self.futures.known(key)):
@@ -360,13 +360,13 @@ class Service:
     def _learner(self, model_id: str) -> Learner:
         found = self._learners.get(model_id)
         if found is None:
-            raise NotHereError(f"the training {model_id!r} could not be made, or was unloaded")
+            raise NotHereError(f"the training {model_id!r} could not be created, or was unloaded")
         return found
 
 
 def number_of(body: Mapping[str, Any], name: str) -> int:
-    """A number that a client counts its own things by."""
+    """A client's sequence number."""
     value = body.get(name)
     if type(value) is not int or not 0 <= value < MOST_COUNTED:
-        raise RequestRefusedError(f"{name} is a number from 0, not {value!r:.80}")
+        raise RequestRefusedError(f"{name} must be an integer from 0, not {value!r:.80}")
     return value

@@ -1,7 +1,8 @@
-"""Saved adapters ↔ folders: what a training saves is there after a restart, and peft can load it.
+"""Saved adapters ↔ folders, which persist across restarts and which peft can load.
 
-``FOLDER/RUN/run.json`` says what was trained; ``FOLDER/RUN/weights/NAME`` is a training's state, and
-``FOLDER/RUN/sampler_weights/NAME`` an adapter to sample from. A client names both by ``tinker://RUN/weights/NAME``.
+``FOLDER/RUN/run.json`` describes the training; ``FOLDER/RUN/weights/NAME`` is a training's state, and
+``FOLDER/RUN/sampler_weights/NAME`` an adapter to sample from. Their paths for clients are ``tinker://RUN/weights/NAME``
+and ``tinker://RUN/sampler_weights/NAME``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from verifiers.integrations.tinker.adapters import LoraShape, Snapshot
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 RUN, CHECKPOINT, ADAPTER, STATE = "run.json", "checkpoint.json", "adapter_model.safetensors", "optimizer.pt"
-SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # that a checkpoint may be kept for
+SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # bounds on the ttl of a checkpoint
 MOST_JSON = 1 << 20  # bytes
 MOST_METADATA = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
@@ -35,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a checkpoint is."""
+    """The location of a checkpoint."""
 
     run: str
     kind: str  # one of KINDS
@@ -43,7 +44,7 @@ class Place:
 
     @classmethod
     def read(cls, path: Any) -> Place:
-        """Of the path that a client has.
+        """Parse a client's path.
 
         >>> Place.read("tinker://run-1/weights/final").name
         'final'
@@ -51,7 +52,7 @@ class Place:
         parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
         if len(parts) != 3 or parts[1] not in KINDS or not all(map(_NAME.fullmatch, (parts[0], parts[2]))):
             raise RequestRefusedError(
-                f"{path!r:.200} is no path of saved weights; it is tinker://RUN/weights/NAME or …/sampler_weights/NAME"
+                f"{path!r:.200} is not a path of saved weights: tinker://RUN/weights/NAME or …/sampler_weights/NAME"
             )
         return cls(run=parts[0], kind=parts[1], name=parts[2])
 
@@ -60,7 +61,7 @@ class Place:
 
 
 class Store:
-    """The folder of a server. One thread writes and another reads: a checkpoint is never seen half replaced."""
+    """The folder of a server. One thread writes while another reads; replacing a checkpoint is atomic for readers."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -84,7 +85,7 @@ class Store:
         return _read_json(self.folder / run / RUN)
 
     def runs(self) -> list[str]:
-        """Those that there are, the newest first."""
+        """All runs, newest first."""
         found = [one.parent for one in self.folder.glob(f"*/{RUN}")]
         return [one.name for one in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)]
 
@@ -101,13 +102,13 @@ class Store:
         overwrite: bool = False,
         metadata: Any = None,
     ) -> None:
-        """Write a checkpoint, whole or not at all."""
+        """Write a checkpoint, completely or not at all."""
         from safetensors.torch import save_file
 
         check_metadata(metadata)
         path = self._path(place)
         if path.exists() and not overwrite and not self._is_expired(path):
-            raise RequestRefusedError(f"{place} is there already; take another name, or overwrite=True")
+            raise RequestRefusedError(f"{place} already exists; use another name, or overwrite=True")
         parts = path.with_name(f".{place.name}.{os.getpid()}")
         shutil.rmtree(parts, ignore_errors=True)
         try:
@@ -123,7 +124,7 @@ class Store:
                 {"lora": snapshot.shape.as_dict(), "time": now, "expires": expires, "user_metadata": metadata},
             )
             with self._lock:
-                shutil.rmtree(path, ignore_errors=True)  # killed here, the next server finds the new one: `_recover`
+                shutil.rmtree(path, ignore_errors=True)  # if the process dies here, `_recover` restores the new one
                 parts.rename(path)
         except BaseException:
             shutil.rmtree(parts, ignore_errors=True)
@@ -139,7 +140,7 @@ class Store:
                 return Snapshot(LoraShape(**told["lora"]), load_file(path / ADAPTER))
         except RequestRefusedError:
             raise
-        except Exception as error:  # what is wrong with a file, its library says in an error of its own
+        except Exception as error:  # safetensors has its own error class
             raise RequestRefusedError(f"{place} is damaged: {type(error).__name__}: {error}") from error
 
     def load_state(self, place: Place) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class Store:
             with self._lock:
                 path = self.find(place)
                 if not (path / STATE).is_file():
-                    raise RequestRefusedError(f"{place} was saved for sampling, without the state of an optimizer")
+                    raise RequestRefusedError(f"{place} was saved for sampling, without an optimizer state")
                 with open_regular(path / STATE) as file:
                     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except RequestRefusedError:
@@ -159,12 +160,12 @@ class Store:
         return state
 
     def stamp(self, place: Place) -> int:
-        """Another number when the checkpoint was written again."""
+        """The modification time of a checkpoint, in nanoseconds."""
         with self._lock:
             return (self.find(place) / CHECKPOINT).stat().st_mtime_ns
 
     def find(self, place: Place) -> Path:
-        """The folder of a checkpoint that is there and has not expired."""
+        """The folder of a checkpoint that exists and has not expired; raises if there is none."""
         path = self._path(place)
         with self._lock:
             if path.exists() and self._is_expired(path):
@@ -183,7 +184,7 @@ class Store:
             _write_json(path, {**_read_json(path), "expires": None if ttl_s is None else time.time() + ttl_s})
 
     def checkpoints(self, run: str) -> list[dict[str, Any]]:
-        """Those of a run, as clients read them, the newest first."""
+        """The checkpoints of a run in the clients' format, newest first."""
         with self._lock:
             return sorted(self._described(run), key=lambda one: str(one["time"]), reverse=True)
 
@@ -216,17 +217,17 @@ class Store:
 
 
 def read_ttl(value: Any) -> int | None:
-    """For how many seconds something is kept; None: for ever."""
+    """The seconds that a checkpoint is kept; None: for ever."""
     if value is None:
         return None
     if type(value) is not int or not SHORTEST_S <= value <= LONGEST_S:
-        raise RequestRefusedError(f"ttl_seconds is from {SHORTEST_S} to {LONGEST_S}, not {value!r:.80}")
+        raise RequestRefusedError(f"ttl_seconds must be from {SHORTEST_S} to {LONGEST_S}, not {value!r:.80}")
     return value
 
 
 def check_metadata(given: Any) -> None:
     if len(json.dumps(given)) > MOST_METADATA:
-        raise RequestRefusedError(f"user_metadata takes more than {MOST_METADATA} bytes; it is for a few words")
+        raise RequestRefusedError(f"user_metadata has more than {MOST_METADATA} bytes, the maximum")
 
 
 def as_time(seconds: float) -> str:
@@ -235,12 +236,12 @@ def as_time(seconds: float) -> str:
 
 def check_name(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestRefusedError(f"a checkpoint's name is of letters, digits, '.', '_', ':' and '-', not {name!r:.80}")
+        raise RequestRefusedError(f"a checkpoint's name may have letters, digits, '.', '_', ':' and '-': {name!r:.80}")
     return name
 
 
 def _recover(parts: Path) -> None:
-    """What a server that is gone was writing: put it in its place if it was whole and the other is gone, or drop it."""
+    """Recover a checkpoint that a dead server was writing: rename it if complete and not in place, else delete it."""
     name, _, pid = parts.name[1:].rpartition(".")
     if not name or not pid.isdecimal() or (int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()):
         return

@@ -1,4 +1,4 @@
-"""An environment → a model trained by Tinker: rollouts, scores and advantages here, sampling and learning there."""
+"""An environment → a model trained by Tinker: rollouts, scores and advantages here, sampling and updates there."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PATHS = "tinker.json"
 
 
 class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """What stands for a model whose weights are at Tinker: it can be saved and loaded, by the paths they have there."""
+    """Represents a model whose weights are at Tinker; saving and loading store their paths."""
 
     is_sharded = False
 
     def __init__(self, service: Any, training: Any, name: str) -> None:
         super().__init__()
         self.service, self.training_client, self.name_or_path = service, training, name
-        self.nothing = torch.nn.Parameter(torch.zeros(0))  # trainers ask a model for its device
+        self.nothing = torch.nn.Parameter(torch.zeros(0))  # trainers read a model's device from its parameters
         self.names: list[str] = []
         self.masters: list[Any] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -47,16 +47,16 @@ class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed
         return self
 
     def check_finite(self, when: str) -> None:
-        """Tinker looks after its weights."""
+        """Do nothing: the weights are at Tinker."""
 
     def publish(self) -> None:
-        """There is no copy here."""
+        """Do nothing: there is no local copy of the weights."""
 
     def finish(self) -> None:
-        """Nothing is held here that an end of training would free."""
+        """Do nothing: there is nothing to free."""
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Save the weights at Tinker, to sample from and to go on with; their paths go into a file."""
+        """Save the weights at Tinker, for sampling and for resuming; their paths are written to a file."""
         name = f"vf-{uuid.uuid4().hex[:12]}"
         state = self.training_client.save_state(name)
         sampler = self.training_client.save_weights_for_sampler(name)
@@ -68,19 +68,19 @@ class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed
         return dict(self.paths)
 
     def load_state_dict(self, saved: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Go on from where a checkpoint was saved."""
+        """Resume from a checkpoint."""
         path = saved["state_path"]
         self.training_client = self.service.create_training_client_from_state_with_optimizer(path)
 
 
 class FreshWeights:
-    """After each update the next rollouts are sampled from the new weights."""
+    """Switches the sampling client to the new weights after each update."""
 
     def __init__(self, client: TinkerClient) -> None:
         self._client, self.version = client, 0
 
     def start(self, model: RemotePolicy, tokenizer: Any, version: int, *, is_sender: bool) -> None:
-        """The sampler is of the weights before a training that goes on had loaded its own."""
+        """Send the weights if a training is resumed: the sampler was created before they were loaded."""
         self._policy, self.version = model, version
         if version:
             self.send(version)
@@ -89,14 +89,14 @@ class FreshWeights:
         self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client()
 
     def close(self) -> None:
-        """Nothing is held between two steps."""
+        """Do nothing: nothing is kept open."""
 
 
 class TinkerTrainer(GRPOTrainer):
-    """As `GRPOTrainer`, with the model at Tinker: ``TinkerTrainer("Qwen/Qwen3-8B", env, config).train()``.
+    """Like `GRPOTrainer`, with the model at Tinker: ``TinkerTrainer("Qwen/Qwen3-8B", env, config).train()``.
 
-    ``base_url`` is where (by default TINKER_BASE_URL, or Tinker's own), the key is in TINKER_API_KEY. What is trained
-    is a LoRA of this rank. Tokens are drawn at temperature 1, because the loss is of the model's own distribution.
+    ``base_url`` is the server (default: TINKER_BASE_URL, or Tinker's own); TINKER_API_KEY has the key. A LoRA adapter
+    with this ``rank`` is trained. The temperature is 1, because Tinker's losses use the model's own distribution.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class TinkerTrainer(GRPOTrainer):
         self.tokenizer = training.get_tokenizer() if tokenizer is None else tokenizer
         setup.check_template(self.tokenizer, env)
         self.model = self.weights = policy = RemotePolicy(service, training, model)
-        policy.config = self.config  # a checkpoint keeps which optimizer it is of
+        policy.config = self.config  # checkpoints record the optimizer
         self.optimizer = policy
         sampler = training.save_weights_and_get_sampling_client()
         self.client = TinkerClient(sampler, self.tokenizer, name=model, length=length)
@@ -155,13 +155,13 @@ class TinkerTrainer(GRPOTrainer):
 
 
 def check_sampling(args: Mapping[str, Any]) -> None:
-    """Refuse arguments with which Tinker's logprobs are of another distribution than what was drawn from."""
+    """Raise for arguments with which Tinker's logprobs are not those of the sampling distribution."""
     drawn = sampling.read_distribution(args, "the configuration")
     if drawn.temperature != 1.0:
-        raise ValueError(f"temperature must be 1.0 with Tinker, got {drawn.temperature!r}: its losses know no other")
+        raise ValueError(f"temperature must be 1.0 with Tinker, got {drawn.temperature!r}: its losses support no other")
     if replace(drawn, temperature=1.0) != sampling.PLAIN:
         raise ValueError(
-            "with Tinker tokens are drawn from the whole distribution: leave out top_p, top_k, min_p and bias"
+            "with Tinker, training samples from the whole distribution: leave out top_p, top_k, min_p and bias"
         )
 
 
@@ -169,7 +169,7 @@ def _service(base_url: str | None) -> Any:
     try:
         import tinker
     except ImportError:
-        raise ImportError("--backend tinker needs: pip install 'verifiers[tinker]'") from None
+        raise ImportError("--backend tinker needs the Tinker SDK: pip install 'verifiers[tinker]'") from None
     return tinker.ServiceClient(**({} if base_url is None else {"base_url": base_url}))
 
 

@@ -1,8 +1,8 @@
-"""Work on one model → whose turn it is: trainings one after the other, samples of one adapter side by side.
+"""Schedules jobs on one model: training jobs run one at a time, sampling jobs of one snapshot run concurrently.
 
-The model has one adapter in force at a time. A job that trains, saves or loads has the model to itself. Jobs that
-sample from the same snapshot run together: those that wait when its turn comes, and those that come while it lasts,
-unless somebody else waits. So snapshots never mix, and nobody waits longer than for those who were there before.
+The model has one active adapter at a time. A job that trains, saves or loads runs alone. Jobs that sample from the
+same snapshot run together: all that are queued when the first one starts, and those that arrive while they run, unless
+another job is queued before them. So snapshots never mix, and a job only waits for earlier jobs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from verifiers.errors import InfraError
 logger = logging.getLogger("verifiers.integrations.tinker")
 
 
-# Makes the results of jobs that ended together, within the turn: of (what was asked, what was found) of each.
+# Makes the results of jobs that ended together, from (request, outcome) of each, while their snapshot is active.
 Finish = Callable[[list[tuple[Any, Any]]], list[Any]]
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One request's work. With a ``key`` it only starts something: jobs of the same key may run at once."""
+    """One request's work. With a ``key``, ``run`` only starts it, and jobs with the same key may run concurrently."""
 
     run: Callable[[], Any]
-    key: Any = None  # (snapshot,); None: it needs the model alone
-    finish: Finish | None = None  # of jobs with a key, which have the same
-    asked: Any = None  # what ``finish`` is told beside what was found
+    key: Any = None  # (snapshot,); None: runs alone
+    finish: Finish | None = None  # the same for all jobs with the same key
+    asked: Any = None  # the request, for ``finish``
     future: Future[Any] = field(default_factory=Future)
 
 
 class Turns:
-    """A thread that runs jobs. A job with a key returns a `Future`, and its turn lasts until that is done."""
+    """A thread that runs jobs. A job with a key returns a `Future` and runs until that is done."""
 
     def __init__(self, prepare: Callable[[Any], None]) -> None:
-        self._prepare = prepare  # puts the snapshot of a key in force
+        self._prepare = prepare  # activates the snapshot of a key
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._running: set[Job] = set()
@@ -80,10 +80,10 @@ class Turns:
                 self._sample(job)
 
     def _sample(self, first: Job) -> None:
-        """Run all jobs of one key that there are, and those that join while nobody else waits."""
+        """Run all queued jobs of one key, and those that arrive while no other job is queued before them."""
         try:
             self._prepare(first.key)
-        except Exception as error:  # a snapshot that does not fit
+        except Exception as error:  # the snapshot does not match the model
             logger.exception("a sampler could not be prepared")
             first.future.set_exception(error)
             return
@@ -107,7 +107,7 @@ class Turns:
         return bool(self._waiting) and self._waiting[0].key == key
 
     def _joining(self, key: Any) -> list[Job]:
-        """Those that may start now: all of this key that nobody else waits before."""
+        """Take the jobs of this key from the front of the queue."""
         found = []
         while self._may_join(key):
             found.append(self._waiting.popleft())
@@ -129,7 +129,7 @@ class Turns:
 
 
 def _finish(ended: list[tuple[Job, Future[Any]]]) -> None:
-    """Settle jobs that ended together; if that fails, each for itself, so that one cannot spoil the others."""
+    """Settle jobs that ended together; if that fails, settle each alone, so that one cannot fail the others."""
     for job, done in ended:
         if (error := done.exception()) is not None:
             job.future.set_exception(error)
@@ -152,8 +152,8 @@ def _results(found: list[tuple[Job, Any]]) -> list[Any]:
 
 
 def settle(future: Future[Any], run: Callable[[], Any]) -> None:
-    """Give a future what a function returns, or the error that it raises."""
+    """Set a future's result or exception by calling a function."""
     try:
         future.set_result(run())
-    except BaseException as error:  # handed to whoever waits for it
+    except BaseException as error:  # passed on to the waiting caller
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Sequences with advantages → one update by Tinker: forward_backward and optim_step, and the figures of it."""
+"""Sequences with advantages → one update by Tinker (forward_backward and optim_step) and its metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifiers.trainers.learning.sequences import with_token_weights
 from verifiers.trainers.learning.update_figures import UpdateFigures
 from verifiers.trainers.losses import METHODS, Loss
 
-# Settings of a trainer in this process that a model elsewhere has no place for.
+# Settings of a trainer in this process that have no meaning for a model at Tinker.
 NOT_HERE = (
     "bf16", "fp16", "optim", "load_in_4bit", "gradient_checkpointing", "micro_batch_tokens", "disable_dropout",
     "max_seq_length",
@@ -22,21 +22,21 @@ NOT_HERE = (
 
 
 def check_config(config: GRPOConfig, num_processes: int) -> None:
-    """Refuse what Tinker cannot do, before anything is asked of it."""
+    """Raise for settings that Tinker does not support, before any request."""
     if num_processes > 1:
-        raise ValueError(f"{num_processes} processes would each train a model at Tinker; start one")
+        raise ValueError(f"each of {num_processes} processes would train its own model at Tinker; start one process")
     if said := [name for name in NOT_HERE if config.is_set(name)]:
-        raise ValueError(f"{said[0]} is Tinker's to decide; leave it out")
+        raise ValueError(f"{said[0]} has no effect with Tinker; leave it out")
     if config.kl_coef or config.sync_ref_model:
-        raise ValueError("kl_coef needs a reference model beside the policy, which --backend tinker does not have")
+        raise ValueError("kl_coef needs a reference model, which --backend tinker does not have")
     if config.entropy_coef or config.top_entropy_quantile < 1.0:
-        raise ValueError("entropy_coef and top_entropy_quantile need whole distributions, and Tinker gives logprobs")
+        raise ValueError("entropy_coef and top_entropy_quantile need whole distributions; Tinker only gives logprobs")
     if config.importance_sampling_mode not in (None, "off"):
-        raise ValueError("importance_sampling_mode corrects a sampler of another precision; Tinker's losses do that")
+        raise ValueError("leave importance_sampling_mode out: Tinker's losses correct for the sampler")
 
 
 class TinkerUpdate:
-    """How a policy at Tinker learns from a batch: ``num_iterations`` passes, each one step of its optimizer."""
+    """Updates a policy at Tinker from a batch: ``num_iterations`` passes with one optimizer step each."""
 
     reference = None
 
@@ -46,11 +46,11 @@ class TinkerUpdate:
         self.config, self._policy, self._max_new_tokens = config, policy, max_new_tokens
         self.loss = Loss(config.objective, loss)
         if self.loss.needs_entropies:
-            raise ValueError(f"loss {self.loss.name!r} asks for entropies, and Tinker gives logprobs")
+            raise ValueError(f"loss {self.loss.name!r} needs entropies, but Tinker only returns logprobs")
         self._ratios: dict[int, list[float]] = {}
 
     def run(self, sequences: Sequence[TrainSample], learning_rate: float) -> dict[str, Any]:
-        """Learn from these; returns loss, clip_fraction, ratios, grad_norm."""
+        """Train on these sequences; returns loss, clip_fraction, ratios, grad_norm."""
         weighted, _ = with_token_weights(sequences, self.loss.objective.kind, self._max_new_tokens)
         rows = [_Row(one) for one in weighted if one.has_advantage or self.loss.is_own]
         figures = UpdateFigures()
@@ -59,7 +59,7 @@ class TinkerUpdate:
         return figures.read()
 
     def ratios_of(self, rollouts: int) -> dict[int, list[float]]:
-        """The ratio of each trained token of the first rollouts of a batch, in the last pass over it."""
+        """The ratio of each trained token in the last pass, for the first ``rollouts`` rollouts of the batch."""
         return {owner: ratios for owner, ratios in self._ratios.items() if owner < rollouts}
 
     def _pass(self, rows: Sequence[_Row], figures: UpdateFigures, learning_rate: float, *, is_first: bool) -> None:
@@ -88,7 +88,7 @@ class TinkerUpdate:
         figures.grad_norm = next((value for name, value in told.items() if "grad_norm" in name), float("nan"))
 
     def _named(self) -> tuple[str, dict[str, float]] | None:
-        """The loss of Tinker's that is this one, and its settings; None: it is computed here, from the logprobs."""
+        """The equivalent loss of Tinker and its settings; None: the loss is computed here from the logprobs."""
         objective = self.loss.objective
         method = METHODS[objective.kind]
         level = objective.level or method.level
@@ -110,7 +110,7 @@ class TinkerUpdate:
         return compute
 
     def _losses(self, rows: Sequence[_Row], logprobs: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """The loss of all trained tokens, weighed as the method says."""
+        """The loss of all trained tokens, weighted as the method defines."""
         new_T = torch.cat([one[row.is_trained_T] for one, row in zip(logprobs, rows, strict=True)])
         counts = [int(row.is_trained_T.sum()) for row in rows]
         sequence_T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
@@ -141,7 +141,7 @@ class TinkerUpdate:
 
 
 class _Row:
-    """One sequence as Tinker takes it: each position with the token it predicts."""
+    """One sequence in Tinker's format: each position with its target token."""
 
     def __init__(self, trained: TrainSample) -> None:
         self.trained, self.share = trained, trained.weight

@@ -1,6 +1,6 @@
-"""Tinker's protobuf messages ↔ bytes: the field numbers of its public wire, without its SDK.
+"""Tinker's protobuf messages ↔ bytes: the field numbers of its public protocol, without its SDK.
 
-Only what the server reads and writes is here; a field that is not named is skipped by the parser.
+Only the fields that the server reads and writes are listed; the parser skips others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ PROTOBUF = "application/x-protobuf"
 FLOAT32, INT64, INT32 = 1, 2, 3  # DType
 STOP, LENGTH = 0, 1  # StopReason
 
-# message → its fields: name, number, kind. A kind is a scalar, the name of a message, "[]" before what is repeated, or
-# "{}" before the values of a map from strings. An enum is an int32 to the wire.
+# message → its fields: name, number, kind. A kind is a scalar or the name of a message, with "[]" in front if it is
+# repeated, or "{}" for a map from strings to it. An enum is an int32 on the wire.
 _MESSAGES = {
     "Chunk": "encoded_text 1 EncodedTextChunk | image 2 OtherChunk | dmel 3 OtherChunk",
     "EncodedTextChunk": "tokens 1 bytes",
@@ -45,7 +45,7 @@ _MESSAGE, _OPTIONAL, _REPEATED = 11, 1, 3
 
 
 def message(name: str) -> Any:
-    """An empty message of this name."""
+    """A new empty message."""
     return _classes()[name]()
 
 
@@ -54,13 +54,13 @@ def _classes() -> dict[str, Any]:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError:
-        raise ImportError("the Tinker server needs: pip install 'verifiers[tinker]'") from None
+        raise ImportError("the Tinker server needs protobuf: pip install 'verifiers[tinker]'") from None
     file = descriptor_pb2.FileDescriptorProto(name="tinker_wire.proto", package=PACKAGE, syntax="proto3")
     for name, fields in _MESSAGES.items():
         made = file.message_type.add(name=name)
         for field in filter(None, fields.split(" | ")):
             _add_field(made, name, *field.split(" "))
-    pool = descriptor_pool.DescriptorPool()  # the SDK, in the same process, has its own under the same names
+    pool = descriptor_pool.DescriptorPool()  # the SDK in this process registers the same names in its own pool
     pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in _MESSAGES
@@ -87,6 +87,6 @@ def _add_field(owner: Any, scope: str, name: str, number: str, kind: str) -> Non
 
 
 def _mark_optional(owner: Any, field: Any) -> None:
-    """Of these it is told whether they were there at all."""
+    """Make a field optional, so that its presence is tracked."""
     owner.oneof_decl.add(name=f"_{field.name}")
     field.proto3_optional, field.oneof_index = True, len(owner.oneof_decl) - 1

@@ -1,4 +1,4 @@
-"""TRL: an environment as a ``rollout_func`` of its GRPO trainer, and its tools as an ``environment_factory``."""
+"""TRL: an environment as a ``rollout_func`` of TRL's GRPO trainer, or its tools as an ``environment_factory``."""
 
 from __future__ import annotations
 

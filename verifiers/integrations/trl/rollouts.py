@@ -18,13 +18,13 @@ logger = logging.getLogger("verifiers.integrations.trl")
 
 
 class Rollouts:
-    """Plays an environment with the model that TRL trains.
+    """Runs rollouts of an environment with the model that TRL trains.
 
     ``GRPOTrainer(model, reward_funcs=rollouts.reward, rollout_func=rollouts, train_dataset=rollouts.dataset())``
 
-    The model in the trainer's process answers, by our engine, so that every token is the one that was sampled.
-    ``client`` is another one with exact tokens (a vLLM URL, with ``sampling_args`` that ask for them): needed where the
-    weights are spread over processes. TRL hands over prompts only, so each prompt must be that of one row.
+    By default our engine samples from the model in the trainer's process, with exact tokens. Pass another ``client``
+    with exact tokens (a vLLM URL, with ``sampling_args`` that request them) if the weights are sharded over processes.
+    TRL only passes prompts, so each prompt must belong to one row.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Rollouts:
         self._local_module: Any = None
 
     def dataset(self, n: int = -1, *, evaluation: bool = False) -> Any:
-        """The rows' prompts as a Hugging Face ``Dataset``, for ``train_dataset`` or ``eval_dataset``."""
+        """The prompts of the rows as a Hugging Face ``Dataset``, for ``train_dataset`` or ``eval_dataset``."""
         from datasets import Dataset
 
         rows = self.env.get_eval_dataset(n) if evaluation else self.env.get_dataset(n)
         return Dataset.from_list([{"prompt": row["prompt"], "example_id": row["example_id"]} for row in rows])
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One rollout for each prompt; rollouts of the same row are scored as one group."""
+        """Run one rollout per prompt; rollouts of the same row are scored as one group."""
         with self._answering(trainer) as client:
             states = _play(self, prompts, client, self.sampling(trainer))
         written: dict[str, list[Any]] = {name: [] for name in COLUMNS}
@@ -55,11 +55,11 @@ class Rollouts:
         return written
 
     def reward(self, completions: Sequence[Any], vf_reward: Sequence[float | None], **kwargs: Any) -> list[Any]:
-        """The rewards that the rollouts came with; a rollout that failed has None, which TRL leaves out."""
+        """The rewards of the rollouts; None for a failed rollout, which TRL ignores."""
         return list(vf_reward)
 
     def sampling(self, trainer: Any) -> dict[str, Any]:
-        """How the trainer samples, as sampling arguments; those of one's own come first."""
+        """The trainer's sampling settings as sampling arguments; ``sampling_args`` override them."""
         asked = {
             "temperature": trainer.temperature,
             "top_p": trainer.top_p,
@@ -69,7 +69,7 @@ class Rollouts:
         }
         usual = {name: value for name, value in asked.items() if value is not None}
         if getattr(trainer, "repetition_penalty", 1.0) != 1.0:
-            raise ValueError("repetition_penalty changes the distribution that is learned from; leave it at 1.0")
+            raise ValueError("repetition_penalty changes the sampling distribution; leave it at 1.0")
         return {**usual, **self._sampling_args}
 
     def row_of(self, prompt: Any) -> Row:
@@ -85,21 +85,21 @@ class Rollouts:
             yield self._client
             return
         if getattr(trainer, "use_vllm", False):
-            raise ValueError("with use_vllm=True hand in client=URL of a vLLM server that gives token ids")
+            raise ValueError("with use_vllm=True, pass client=URL of a vLLM server that returns token ids")
         from verifiers.engine.local_model import LocalModel
 
         module = trainer.accelerator.unwrap_model(trainer.model)
         if self._local_module is not module:
             self._local = LocalModel(module, trainer.processing_class, name=self._model)
             self._local_module = module
-        with _as_it_is(module):
-            self._local.forget()  # the weights have moved since the last batch
+        with _in_evaluation(module):
+            self._local.forget()  # the weights have changed since the last batch
             yield self._local
 
 
 @contextmanager
-def _as_it_is(module: Any) -> Iterator[None]:
-    """While this lasts, a module is in evaluation mode and in its own precision: Accelerate puts autocast around it."""
+def _in_evaluation(module: Any) -> Iterator[None]:
+    """Within this block, put a module into evaluation mode and remove Accelerate's autocast wrapper."""
     was_training, wrapped = module.training, vars(module).get("forward")
     module.eval()
     if wrapped is not None and (original := vars(module).get("_original_forward")) is not None:
@@ -121,7 +121,7 @@ def _by_prompt(rows: Sequence[Row]) -> dict[str, Row]:
         other = known.setdefault(_key(row["prompt"]), row)
         if (other.get("answer"), other.get("info")) != (row.get("answer"), row.get("info")):
             ids = f"{other['example_id']} and {row['example_id']}"
-            raise ValueError(f"rows {ids} have the same prompt and different answers, and TRL hands over prompts only")
+            raise ValueError(f"rows {ids} have the same prompt but different answers; TRL only passes prompts")
     return known
 
 
@@ -151,7 +151,7 @@ _play = both(_play_all)
 
 
 def _columns(state: State, prompt: Any, trainer: Any) -> dict[str, Any]:
-    """A rollout as TRL keeps it. One that failed is a lone end of sequence that nothing is learned from."""
+    """A rollout in TRL's columns. A failed one becomes a single masked end-of-sequence token."""
     if state.get("error") is not None:
         tokenizer = trainer.processing_class
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -174,12 +174,12 @@ def _columns(state: State, prompt: Any, trainer: Any) -> dict[str, Any]:
 
 
 def _last_sample(state: Mapping[str, Any]) -> Sample:
-    """TRL takes one sequence for each rollout: where the history was rewritten on the way, the last one."""
+    """The sequence of a rollout. TRL takes one, so if the history was rewritten, it is the last of several."""
     samples = exact_samples(state)
     if len(samples) > 1:
         logger.warning(
-            "a rollout of example %s is %d sequences, because the chat template wrote earlier turns anew; "
-            "TRL takes one, so only the last is learned from",
+            "a rollout of example %s has %d sequences, because the chat template rewrote earlier turns; "
+            "TRL takes one, so only the last is trained on",
             state.get("example_id"),
             len(samples),
         )

@@ -1,4 +1,4 @@
-"""An environment with tools → ``environment_factory``: TRL asks and calls, the environment scores."""
+"""An environment with tools → ``environment_factory``: TRL samples and calls the tools, the environment scores."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TYPES: dict[str, Any] = {
 
 
 class ToolEnvironments:
-    """Makes TRL's environments, one for each rollout: its tools as methods, its state behind them.
+    """Makes one TRL environment per rollout, with the tools as methods and its own state.
 
     ``GRPOTrainer(model, reward_funcs=tools.reward, environment_factory=tools, train_dataset=tools.dataset())``
 
-    TRL keeps the tokens it sampled from turn to turn; the rubric scores the conversation that it hands to `reward`.
+    TRL keeps the sampled tokens across turns; the rubric scores the conversation that TRL passes to `reward`.
     """
 
     def __init__(self, env: ToolEnv) -> None:
@@ -39,36 +39,36 @@ class ToolEnvironments:
         if not methods:
             raise ValueError("the environment has no tools")
         if taken := methods.keys() & {"reset", "get_reward"}:
-            raise ValueError(f"TRL takes a method called {min(taken)} for its own; rename that tool")
+            raise ValueError(f"TRL reserves the method name {min(taken)}; rename that tool")
         self._class = type(type(env).__name__, (_Played,), methods)
 
     def __call__(self) -> Any:
-        """One environment of TRL's."""
+        """A TRL environment for one rollout."""
         return self._class(self.env)
 
     def dataset(self, n: int = -1, *, evaluation: bool = False) -> Any:
-        """The rows as a Hugging Face ``Dataset``: their columns are handed back when a rollout begins."""
+        """The rows as a Hugging Face ``Dataset``, whose columns TRL passes to ``reset``."""
         from datasets import Dataset
 
         rows = self.env.get_eval_dataset(n) if evaluation else self.env.get_dataset(n)
         return Dataset.from_list([{"prompt": row["prompt"], "row": json.dumps(dict(row), default=str)} for row in rows])
 
     def reward(self, completions: Sequence[Any], environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
-        """What the rubric gives; None for a rollout that could not be scored, which TRL leaves out."""
+        """The rubric's rewards; None for a rollout that could not be scored, which TRL ignores."""
         return [
             environment._score(completion) for environment, completion in zip(environments, completions, strict=True)
         ]
 
 
 class _Played:
-    """One rollout under way."""
+    """The environment of one running rollout."""
 
     def __init__(self, env: ToolEnv) -> None:
         self._env = env
         self._state: State = State()
 
     def reset(self, row: str, **kwargs: Any) -> None:
-        """Begin the rollout of a row."""
+        """Start the rollout of a row."""
         state = self._env.new_state(json.loads(row), FakeClient(""), "policy", None)
         self._state = _begin(self._env, state)
 
@@ -111,7 +111,7 @@ def _step(before: list[Any], message: Any) -> Any:
 
 
 def _method(function: Mapping[str, Any]) -> Callable[..., Any]:
-    """A tool as a method that says of itself what TRL reads: its arguments, their types and what they are."""
+    """A tool as a method with the signature and docstring that TRL reads."""
     name, parameters = function["name"], function["parameters"]
     required = set(parameters.get("required") or ())
 

@@ -1,4 +1,4 @@
-"""verl: an environment as an agent loop, its rows as parquet files, and its rubric alone as a reward function."""
+"""verl: an environment as an agent loop, its rows as parquet files, or only its rubric as a reward function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment → verl's agent loop: turns and tools are played with its server, token for token."""
+"""An environment → verl's agent loop, which runs rollouts on verl's server with exact tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifiers.types import State
 
 @register(AGENT)
 class VerifiersAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
-    """Plays the row that ``extra_info`` names. A rollout that failed raises, as verl's own loops do."""
+    """Plays the row in ``extra_info``. A failed rollout raises, as in verl's own loops."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         extra_info = kwargs["extra_info"]
@@ -47,28 +47,28 @@ class VerifiersAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
 
 
 class _Server:
-    """verl's server, asked on one request id, so that all turns of a rollout go to the same replica."""
+    """verl's server, with one request id per rollout, so that all its turns go to the same replica."""
 
     def __init__(self, server: Any, sampling: Mapping[str, Any], length: int) -> None:
         self._server, self._sampling, self._length = server, sampling, length
         self._request_id = uuid4().hex
         self._first_prompt: int | None = None
         self.spent_s = 0.0
-        self.extra_fields: dict[str, Any] = {}  # by which weights it answered, first and last: verl's trainer reads it
+        self.extra_fields: dict[str, Any] = {}  # the first and last weight versions that sampled, for verl's trainer
 
     async def generate(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Sampled:
         if self._first_prompt is None:
             self._first_prompt = len(prompt_ids)
         room = self._length - (len(prompt_ids) - self._first_prompt)
         if room < 1:
-            raise OverlongPromptError(f"the turns so far take all {self._length} tokens of a response")
+            raise OverlongPromptError(f"the turns so far use all {self._length} tokens of a response")
         limit = sampling.get("max_completion_tokens") or sampling.get("max_tokens") or room
         asked = {**self._sampling, "logprobs": True, "max_tokens": min(limit, room)}
         began = time.perf_counter()
         output = await self._server.generate(request_id=self._request_id, prompt_ids=prompt_ids, sampling_params=asked)
         self.spent_s += time.perf_counter() - began
         if output.log_probs is None:
-            raise RuntimeError("the server gave no logprobs: set actor_rollout_ref.rollout.calculate_log_probs=True")
+            raise RuntimeError("the server sent no logprobs: set actor_rollout_ref.rollout.calculate_log_probs=True")
         newest = output.extra_fields.get("max_global_steps")
         self.extra_fields = {**output.extra_fields, **self.extra_fields}
         if newest is not None:

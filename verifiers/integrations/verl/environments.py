@@ -1,4 +1,4 @@
-"""An environment's name and arguments → the environment, loaded once in each process of verl's."""
+"""An environment's name and arguments → the environment, loaded once in each verl process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from verifiers.envs.loading import load_environment
 
 
 def environment_of(extra_info: Any) -> Environment:
-    """The environment that a row of `export_rows` names."""
+    """The environment of a row written by `export_rows`."""
     if not isinstance(extra_info, Mapping) or not extra_info.get("vf_env_id") or not extra_info.get("vf_row"):
-        raise ValueError("the row names no environment: make the data with `vf export verl`")
+        raise ValueError("the row has no environment: create the data with `vf export verl`")
     return _loaded(str(extra_info["vf_env_id"]), str(extra_info.get("vf_env_args") or "{}"))
 
 
@@ -24,7 +24,7 @@ def _loaded(env_id: str, env_args: str) -> Environment:
 
 
 def row_of(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """The row itself, as the environment had it."""
+    """The original row of the environment."""
     return _object(extra_info["vf_row"], "vf_row")
 
 
@@ -34,5 +34,5 @@ def _object(text: Any, column: str) -> dict[str, Any]:
     except (TypeError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{column} is no JSON object: {text!r:.80}; make the data with `vf export verl`")
+        raise ValueError(f"{column} is not a JSON object: {text!r:.80}; create the data with `vf export verl`")
     return found

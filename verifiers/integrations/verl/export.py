@@ -19,9 +19,9 @@ AGENT = "verifiers"
 def export_rows(
     env: Environment, folder: str | Path, *, env_id: str, env_args: Mapping[str, Any] | None = None, n: int = -1
 ) -> dict[str, Path]:
-    """Write ``train.parquet`` and ``test.parquet``; ``n`` rows of each, or all of them.
+    """Write ``train.parquet`` and ``test.parquet`` with ``n`` rows each (-1: all).
 
-    Each row names its environment, so that the agent loop and `compute_score` find it again in verl's own processes.
+    Each row contains its environment's name, for the agent loop and `compute_score` in verl's processes.
     """
     import pyarrow
     import pyarrow.parquet
@@ -56,12 +56,12 @@ def _record(row: Mapping[str, Any], index: int, split: str, env_id: str, env_arg
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON does not know, as what it does: arrays as lists, dates and the like as text.
+    """Convert to JSON types: arrays to lists, dates and the like to text.
 
-    Nothing else: a rubric would be given its description in its place.
+    Other types raise, because ``str`` of an arbitrary object would be passed to the rubric in its place.
     """
-    if hasattr(value, "tolist"):  # of NumPy
+    if hasattr(value, "tolist"):  # NumPy
         return value.tolist()
     if isinstance(value, (datetime.date, datetime.time, decimal.Decimal, uuid.UUID, PurePath)):
         return str(value)
-    raise TypeError(f"a row has {value!r:.80}, a {type(value).__name__}, which cannot be written: make it plain data")
+    raise TypeError(f"a row contains {value!r:.80}, a {type(value).__name__}, which is not JSON: make it plain data")

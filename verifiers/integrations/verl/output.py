@@ -1,4 +1,4 @@
-"""A rollout → the one sequence that verl keeps of it."""
+"""A rollout → the one sequence that verl trains on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger("verifiers.integrations.verl")
 
 
 def last_sample(state: Mapping[str, Any]) -> Sample:
-    """The sequence of a rollout; where a template wrote earlier turns anew the last of several, and the log says so."""
+    """The sequence of a rollout. If the template rewrote earlier turns, the last of several, with a warning."""
     samples = exact_samples(state)
     if not samples:
-        raise ValueError(f"the rollout of example {state.get('example_id')} ended before the model was asked")
+        raise ValueError(f"the rollout of example {state.get('example_id')} ended before the first model call")
     if len(samples) > 1:
         logger.warning(
-            "a rollout of example %s is %d sequences, because the chat template wrote earlier turns anew; "
-            "verl takes one, so only the last is learned from",
+            "a rollout of example %s has %d sequences, because the chat template rewrote earlier turns; "
+            "verl takes one, so only the last is trained on",
             state.get("example_id"),
             len(samples),
         )
@@ -28,7 +28,7 @@ def last_sample(state: Mapping[str, Any]) -> Sample:
 
 
 def fit(sample: Sample, length: int) -> Sample:
-    """A sample whose response is no longer than verl's tensors.
+    """Truncate a sample's response to the length of verl's tensors.
 
     >>> long = Sample(prompt_ids=[1], completion_ids=[2, 3], completion_mask=[1, 1], completion_logprobs=[0.0, -1.0])
     >>> fit(long, 1).completion_ids

@@ -1,4 +1,4 @@
-"""A reply → a score by an environment's rubric, where verl samples single turns itself."""
+"""A reply → a score by an environment's rubric, for verl's own single-turn sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def compute_score(
 ) -> dict[str, float]:
     """``reward.custom_reward_function.path=pkg://verifiers.integrations.verl.rewards`` and ``name=compute_score``.
 
-    ``score`` is the reward, and each metric of the rubric stands beside it. A reply that could not be scored raises.
+    ``score`` is the reward; the other keys are the rubric's metrics. A reply that cannot be scored raises.
     """
     scored: dict[str, float] = _scored(solution_str, extra_info or {})
     return scored

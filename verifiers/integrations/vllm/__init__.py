@@ -1,4 +1,4 @@
-"""vLLM: `vf-vllm` starts it, `VLLMServer` gives it new weights, `exact_tokens` asks it for ids and logprobs."""
+"""vLLM: `vf-vllm` starts it, `VLLMServer` loads new weights, `exact_tokens` requests token ids and logprobs."""
 
 from __future__ import annotations
 

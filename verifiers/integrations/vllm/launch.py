@@ -1,4 +1,4 @@
-"""``vf-vllm``: flags → a vLLM server in place of this process, ready for a trainer to give it new weights."""
+"""``vf-vllm``: flags → a vLLM server that replaces this process and accepts new weights from a trainer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import click
 
 MODULE = "vllm.entrypoints.openai.api_server"
 HELP_TIMEOUT_S = 300.0
-INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit code of a program ended by Ctrl-C
 WORKER, WORKER_FOLDER = "verifiers_gloo.Worker", Path(__file__).parent / "worker"
-SERVER = WORKER_FOLDER / "verifiers_vllm.py"  # runs MODULE, whose replies then say which weights made each token
+SERVER = WORKER_FOLDER / "verifiers_vllm.py"  # runs MODULE with the weight version of each token added to replies
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 USAGE = """\
 Usage: vf-vllm --model MODEL [--python PATH] [FLAGS OF VLLM]
 
-Start vLLM's OpenAI server, ready for a trainer to give it new weights.
+Start vLLM's OpenAI server such that a trainer can give it new weights.
 
   --model MODEL    a hub name or a folder
-  --python PATH    the Python that has vLLM, where it is in an environment of its own
-  --host, --port   127.0.0.1 and 8000 unless you say; 0.0.0.0 lets others replace the weights, too
+    --python PATH    the Python that has vLLM, if it is in a separate environment
+    --host, --port   default: 127.0.0.1 and 8000; with 0.0.0.0 others can replace the weights, too
 
 Every other flag goes to vLLM: --tensor-parallel-size, --data-parallel-size, --max-model-len, --dtype,
 --gpu-memory-utilization, --enforce-eager, --enable-prefix-caching, --enable-lora, … (all of them: vf-vllm --help=all)
@@ -39,7 +39,7 @@ Every other flag goes to vLLM: --tensor-parallel-size, --data-parallel-size, --m
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A flag that vLLM knew once: what says the same now (None: nothing needs to), and whether it has a value."""
+    """A flag of older vLLM versions: its replacement (None: not needed), and whether it has a value."""
 
     now: str | None
     has_value: bool = False
@@ -58,11 +58,11 @@ RETIRED = {
 
 
 class LaunchError(Exception):
-    """The server cannot be started; the message is for the person who tried."""
+    """The server cannot be started; the message is shown to the user."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The entry point of ``vf-vllm``: it becomes the server, so signals and the exit code are the server's own."""
+    """The entry point of ``vf-vllm``. The process becomes the server, so signals and exit code are the server's."""
     flags = list(sys.argv[1:] if argv is None else argv)
     if not flags or flags[0] in ("-h", "--help"):
         click.echo(USAGE, nl=False)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         python, flags = take_python(flags)
         known = ask_options(python)
         check_port(flags)
-        takes_weights = "--weight-transfer-config" in (known or ())  # and then its engine knows their versions, too
+        takes_weights = "--weight-transfer-config" in (known or ())  # then its engine also tracks weight versions
         flags, notices = prepare(flags, known, has_card=not takes_weights or has_card(python))
     except LaunchError as error:
         click.echo(f"vf-vllm: {error}", err=True)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def take_python(flags: Sequence[str]) -> tuple[str, list[str]]:
-    """The Python to run vLLM with, and the flags without it."""
+    """The Python to run vLLM with, and the flags without ``--python``."""
     wanted = value_of("--python", flags)
     if wanted is None:
         return sys.executable, list(flags)
@@ -99,7 +99,7 @@ def take_python(flags: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def ask_options(python: str) -> set[str] | None:
-    """The options that the installed vLLM knows; None when it does not say, which starting it will explain."""
+    """The options of the installed vLLM; None if its help fails, in which case starting it shows why."""
     try:
         asked = subprocess.run(
             [python, "-m", MODULE, "--help"], capture_output=True, text=True, timeout=HELP_TIMEOUT_S, check=False
@@ -108,7 +108,7 @@ def ask_options(python: str) -> set[str] | None:
         raise LaunchError(f"{python} -m {MODULE} --help does not work: {error}") from error
     if asked.returncode and re.search(r"No module named '?vllm'?(?![.\w])", asked.stderr):
         raise LaunchError(
-            f"vLLM is not installed for {python}; `pip install vllm`, or name the Python that has it with --python"
+            f"vLLM is not installed for {python}; run `pip install vllm`, or pass the Python that has it with --python"
         )
     return None if asked.returncode else set(re.findall(r"(?<![\w-])--[a-z0-9][\w-]*", asked.stdout))
 
@@ -118,7 +118,7 @@ def names_of(flags: Sequence[str]) -> set[str]:
 
 
 def has_card(python: str) -> bool:
-    """Does PyTorch see a card there? A vLLM for CPUs does not, and cannot be sent weights by NCCL."""
+    """Does that Python's PyTorch see a GPU? vLLM on CPUs cannot receive weights by NCCL."""
     code = "import torch; print(torch.cuda.is_available())"
     try:
         asked = subprocess.run(
@@ -130,7 +130,7 @@ def has_card(python: str) -> bool:
 
 
 def check_port(flags: Sequence[str]) -> None:
-    """Refuse a port that is in use, before a model is loaded for minutes."""
+    """Raise if the port is in use, before a model is loaded for minutes."""
     if "--config" in names_of(flags) or value_of("--uds", flags) is not None:
         return
     host, port = value_of("--host", flags) or LOOPBACK[0], value_of("--port", flags) or "8000"
@@ -142,13 +142,13 @@ def check_port(flags: Sequence[str]) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[4])
     except OSError as error:
-        raise LaunchError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def prepare(
     flags: Sequence[str], known: AbstractSet[str] | None, *, has_card: bool = True
 ) -> tuple[list[str], list[str]]:
-    """The flags as the installed vLLM spells them, with our defaults, and what there is to say about that.
+    """The flags in the spelling of the installed vLLM, with our defaults, and notices for the user.
 
     >>> known = {"--model", "--host", "--no-enable-log-requests"}
     >>> flags, notices = prepare(["--model", "m", "--host", "::1", "--disable-log-requests"], known)
@@ -167,30 +167,30 @@ def prepare(
         if name in RETIRED:
             ready, notice = _replace(name, ready, known or set())
             notices.append(notice)
-        elif not any(option.startswith(name) for option in known or ()):  # argparse takes a prefix for the whole
+        elif not any(option.startswith(name) for option in known or ()):  # argparse accepts a prefix of an option
             raise LaunchError(_unknown(name, known or set()))
-    if "--config" not in names:  # what is in the file would lose against what is added here
+    if "--config" not in names:  # flags added here would override the file
         if not names & {"--host", "--uds"}:
             ready += ["--host", "127.0.0.1"]
         if "--logprobs-mode" in (known or ()) and "--logprobs-mode" not in names:
-            ready += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that the token was drawn from
+            ready += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution
         ready += _transfer(names, known or set(), has_card=has_card)
     return ready, notices
 
 
 def _transfer(names: AbstractSet[str], known: AbstractSet[str], *, has_card: bool) -> list[str]:
-    """How a trainer's weights come: by vLLM's own NCCL on cards, else by gloo, which a worker learns from us."""
+    """Flags for receiving weights: vLLM's own NCCL backend on GPUs, else our gloo backend for its workers."""
     if "--weight-transfer-config" in names or "--weight-transfer-config" not in known:
         return []
     if has_card:
         return ["--weight-transfer-config", '{"backend": "nccl"}']
-    if "--worker-extension-cls" in names:  # somebody's own, which we must not replace
+    if "--worker-extension-cls" in names:  # the user's own, which must not be replaced
         return []
     return ["--weight-transfer-config", '{"backend": "gloo"}', "--worker-extension-cls", WORKER]
 
 
 def environment(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: the endpoints for new weights are on, unless the caller's own environment says no.
+    """The server's environment variables. The endpoints for new weights are on, unless the caller turned them off.
 
     >>> environment(["--model", "m"], {"VLLM_SERVER_DEV_MODE": "0"})
     {'VLLM_SERVER_DEV_MODE': '0'}
@@ -205,13 +205,13 @@ def environment(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
 
 
 def exposure(flags: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """What to say to someone who opens the weights to others."""
+    """A warning if other machines can replace the weights."""
     host = value_of("--host", flags)
     if host is None or host in LOOPBACK or env.get("VLLM_SERVER_DEV_MODE") == "0":
         return None
     return (
-        f"whoever reaches {host} can replace the weights, --api-key or not; "
-        "keep it inside a trusted network, or set VLLM_SERVER_DEV_MODE=0 to do without"
+        f"anyone who can reach {host} can replace the weights, even with --api-key; "
+        "keep it inside a trusted network, or set VLLM_SERVER_DEV_MODE=0 to turn this off"
     )
 
 
@@ -229,7 +229,7 @@ def value_of(name: str, flags: Sequence[str]) -> str | None:
 
 
 def _name(flag: str) -> str:
-    """``--max_model_len=8`` and ``--hf-overrides.key`` name the same options as their dashed, whole spellings."""
+    """The option name: ``--max-model-len`` of ``--max_model_len=8``, ``--hf-overrides`` of ``--hf-overrides.key``."""
     return flag.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""A vLLM server that runs already → the same one with other weights, or another adapter, and no stale cache."""
+"""Control of a running vLLM server: new weights, new adapters, and no stale cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 class VLLMServer(ServerControl):
-    """What a trainer asks of a vLLM server; `vf-vllm` starts one that answers.
+    """A trainer's control of a vLLM server that `vf-vllm` started.
 
-    ``base_url`` is the one that clients use, with or without ``/v1``. ``timeout_s`` bounds each request to the server.
+    ``base_url`` is the URL that clients use, with or without ``/v1``. ``timeout_s`` bounds each request to the server.
 
     >>> VLLMServer("http://localhost:8000/v1", "sk-secret")
     VLLMServer('http://localhost:8000', api_key='sk-…')
@@ -26,13 +26,13 @@ class VLLMServer(ServerControl):
     # --- weights and adapters -------------------------------------------------------------------------------------
 
     async def reload_weights(self, path: str | Path, *, check: bool = True, version: int | str | None = None) -> None:
-        """Load the weights in a folder (as `save_pretrained` writes it) in place of the present ones.
+        """Replace the weights by those in a folder (as written by `save_pretrained`).
 
-        ``version`` is what completions will call them (`Tokens.weight_versions`).
+        ``version`` is the name of the new weights in completions (`Tokens.weight_versions`).
 
-        Requests in flight end with the old weights, later ones wait for the new. The server reads the folder itself;
-        one that it cannot read ends its engine for good, so it is looked at from here first, unless ``check`` is False
-        (a folder that only the server's machine has).
+        Requests in flight finish with the old weights; later ones wait for the new ones. The server reads the folder
+        itself, and its engine dies if it cannot. So the folder is checked here first, unless ``check`` is False (for a
+        folder that only exists on the server's machine).
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": _weights(path, check=check)}}
         async with self.paused():
@@ -42,14 +42,14 @@ class VLLMServer(ServerControl):
             await self.reset_prefix_cache()
 
     async def name_weights(self, version: int | str) -> None:
-        """Say what completions call the present weights; a vLLM older than 0.32 calls them nothing."""
+        """Set the name of the current weights in completions; no effect on a vLLM older than 0.32."""
         path = "/update_weight_version"
         status, text = await self.send("POST", path, {"new_version": str(version)}, self.timeout_s)
         if status != 404:
             self.check("POST", path, status, text)
 
     async def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter (a folder of `peft`), to be asked for as the model ``name``; one of that name is replaced."""
+        """Load an adapter (a folder of `peft`) as the model ``name``, replacing one with that name."""
         body = {"lora_name": name, "lora_path": _whole(path), "load_inplace": True}
         async with self.paused():
             try:
@@ -57,20 +57,20 @@ class VLLMServer(ServerControl):
             except RequestRefusedError as error:
                 if "already been loaded" not in str(error):
                     raise
-                await self.unload_lora(name)  # a vLLM that knows no `load_inplace`
+                await self.unload_lora(name)  # a vLLM without `load_inplace`
                 await self.ask("POST", "/v1/load_lora_adapter", body)
             await self.reset_prefix_cache()
 
     async def unload_lora(self, name: str) -> None:
-        """Drop an adapter."""
+        """Unload an adapter."""
         await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the keys and values of old prompts; waits while running requests hold some of them."""
+        """Clear the prefix cache; waits while running requests use it."""
         end = time.monotonic() + self.timeout_s
         while True:
             reply = await self.ask("POST", "/reset_prefix_cache")
-            if not isinstance(reply, dict) or reply.get("success") is not False:  # older ones answer with nothing
+            if not isinstance(reply, dict) or reply.get("success") is not False:  # older versions return nothing
                 return
             if time.monotonic() + ASK_AGAIN_S >= end:
                 raise DeadlineError(f"the prefix cache was still in use after {self.timeout_s:g} s")
@@ -78,9 +78,9 @@ class VLLMServer(ServerControl):
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """No request runs inside the block: those in flight end first, later ones wait.
+        """No request runs inside the block: requests in flight finish first, later ones wait.
 
-        A vLLM too old to know how to pause goes on with them, and the prefix cache is reset once they are done.
+        A vLLM that is too old to pause continues them; its prefix cache is reset once they are done.
         """
         can_pause = True
         try:
@@ -88,7 +88,7 @@ class VLLMServer(ServerControl):
             yield
         except BaseException:
             if can_pause:
-                with suppress(Error):  # what went wrong inside the block is what the caller must hear
+                with suppress(Error):  # the error from inside the block must reach the caller
                     await self.ask("POST", "/resume")
             raise
         if can_pause:
@@ -103,15 +103,15 @@ class VLLMServer(ServerControl):
 
 
 def _whole(path: str | Path) -> str:
-    """The server's working directory is not ours."""
+    """The absolute path, because the server's working directory may differ."""
     return str(Path(path).absolute())
 
 
 def _weights(path: str | Path, *, check: bool) -> str:
-    """The whole path of a folder, in which there are weights."""
+    """The absolute path of a folder; raises if it has no weights and ``check`` is set."""
     folder = _whole(path)
     if check and not any(next(Path(folder).glob(pattern), None) for pattern in WEIGHTS):
         raise RequestRefusedError(
-            f"{folder} holds no weights ({', '.join(WEIGHTS)}); check=False if only the server's machine has it"
+            f"{folder} has no weights ({', '.join(WEIGHTS)}); pass check=False if only the server's machine has it"
         )
     return folder

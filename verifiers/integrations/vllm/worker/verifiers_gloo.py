@@ -1,7 +1,7 @@
-"""For a vLLM worker: a weight transfer backend named ``gloo``, beside vLLM's own, which all need CUDA.
+"""For a vLLM worker: a weight transfer backend named ``gloo``. All of vLLM's own backends need CUDA.
 
-`vf-vllm` names `Worker` as the worker's extension where there is no card; vLLM imports this file for it in each of its
-workers, and that registers the backend. It imports nothing of the package: vLLM may be in an environment of its own.
+Without a GPU, `vf-vllm` passes `Worker` as the worker extension. vLLM then imports this file in each worker, which
+registers the backend. It does not import this package, because vLLM may be in a separate environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _channel() -> Any:
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the sender is."""
+    """The sender's address."""
 
     master_address: str
     master_port: int
@@ -46,7 +46,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What it will send, in this order."""
+    """The tensors that will be sent, in this order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -75,11 +75,11 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))  # without the wait for a device that is not there
+        self.receive_weights(self.parse_update_info(update_info))  # without vLLM's synchronization with a CUDA device
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.channel is None:
-            raise RuntimeError("no sender is known: call /init_weight_transfer_engine first")
+            raise RuntimeError("there is no sender yet: call /init_weight_transfer_engine first")
         described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         for name, dtype, shape in described:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -99,4 +99,4 @@ WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
 
 
 class Worker:
-    """Nothing is added to vLLM's worker; importing this file is what counts."""
+    """An empty worker extension; importing this file is what matters."""

@@ -1,9 +1,9 @@
-"""vLLM's API server, with one thing added: every choice says which weights made each of its tokens.
+"""vLLM's API server with one addition: every choice has the version of the weights that sampled each token.
 
-vLLM's engine tracks that (`CompletionOutput.weight_versions`), but of its endpoints only the one for token ids passes
-it on. `vf-vllm` runs this file, which adds ``weight_versions`` to the choices of chats and completions, in the shape
-that the endpoint for token ids and `vf serve` have, and then runs vLLM's own server.
-It imports nothing of the package: vLLM may be in an environment of its own.
+vLLM's engine tracks the versions (`CompletionOutput.weight_versions`), but only its endpoint for token ids returns
+them. `vf-vllm` runs this file, which adds ``weight_versions`` to the choices of chats and completions, in the format
+of that endpoint and of `vf serve`, and then runs vLLM's own server.
+It does not import this package, because vLLM may be in a separate environment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 SERVER = "vllm.entrypoints.openai.api_server"
 FIELD = "weight_versions"
-Found = dict[int, list[dict[str, Any]]]  # of each choice
+Found = dict[int, list[dict[str, Any]]]  # choice index → spans
 
 
 class _Noting:
-    """The engine's outputs as they come; what they say of their weights is noted.
+    """Passes the engine's outputs on, and records their weight versions.
 
-    ``choices`` is how many there are of one prompt: outputs of several prompts come with the number of theirs.
+    ``choices`` is the number per prompt: with several prompts, each output comes with the index of its prompt.
     """
 
     def __init__(self, results: AsyncIterator[Any], found: Found, choices: int) -> None:
@@ -46,19 +46,19 @@ class _Noting:
 
 
 def _spans(output: Any) -> list[dict[str, Any]] | None:
-    """Only the last output of a choice says it."""
+    """The spans of an output; only the last output of a choice has them."""
     spans = getattr(output, FIELD)
     return None if spans is None else [asdict(span) for span in spans]
 
 
 def _add(response: Any, found: Found) -> None:
-    for choice in getattr(response, "choices", ()):  # an error has none
+    for choice in getattr(response, "choices", ()):  # an error has no choices
         if choice.index in found:
             setattr(choice, FIELD, found[choice.index])
 
 
 def _add_to_event(event: str, found: Found) -> str:
-    """A choice of a stream says it where it ends."""
+    """Add the spans to the last event of each choice in a stream."""
     if not found or not event.startswith("data: {"):
         return event
     chunk = json.loads(event.removeprefix("data: "))
@@ -69,7 +69,7 @@ def _add_to_event(event: str, found: Found) -> str:
 
 
 def _streaming(stream: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A method that turns the engine's outputs, its argument at ``place``, into events."""
+    """Wrap a method that converts the engine's outputs, its argument at ``place``, to events."""
 
     @functools.wraps(stream)
     async def streaming(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
@@ -106,7 +106,7 @@ def _answering_completion(answer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Add it; ImportError, which says what is missing, in a vLLM that is made in another way."""
+    """Patch vLLM's classes; raises ImportError that says what is missing if this vLLM has a different structure."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.outputs import CompletionOutput
@@ -138,11 +138,11 @@ def main() -> None:
         install()
     except ImportError as error:
         sys.stderr.write(
-            f"vf-vllm: this vLLM cannot be made to say which weights made a token ({error}); install vLLM 0.32, or "
-            "start it by `vllm serve`, whose replies count as being of the oldest weights that they can be from\n"
+            f"vf-vllm: the weight version of each token cannot be added to this vLLM ({error}); install vLLM 0.32, or "
+            "start it by `vllm serve`, whose replies count as sampled from the oldest weights possible\n"
         )
         sys.exit(2)
-    sys.path[0] = os.getcwd()  # as `python -m` has it: plug-ins may be there
+    sys.path[0] = os.getcwd()  # like `python -m`: plug-ins may be there
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 
