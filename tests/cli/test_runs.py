@@ -157,7 +157,7 @@ def test_runs_that_share_nothing_end_with_1(run, runs):
 
 def test_runs_of_two_environments_get_no_verdict(run, runs, repeated):
     refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
-    assert "no verdict: A is a run of toy-runs and B one of sums" in refused
+    assert "no verdict: A is a run of toy-runs and B of sums" in refused
     assert "p = " not in refused
     assert "--unpaired" not in refused
 
@@ -165,7 +165,7 @@ def test_runs_of_two_environments_get_no_verdict(run, runs, repeated):
 def test_runs_over_different_questions_get_no_verdict_unless_they_are_compared_as_two_samples(run, runs, repeated):
     RunDir.open(repeated).update_metadata({"env_id": "toy-runs"})
     refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
-    assert "no verdict: 6 of the examples that share an id ask something else in B (first: 0)" in refused
+    assert "no verdict: 6 of the examples with the same id ask something else in B (first: 0)" in refused
     assert "No verdict: B - A = " in refused
     assert "p = " not in refused
     data = json.loads(run("compare", str(runs[0]), str(repeated), "--json", code=1).stdout)
@@ -309,7 +309,7 @@ def test_training_data_has_the_tools_of_the_run_and_an_old_run_says_that_it_has_
     assert row["tools"] == tools
     assert row["messages"][-1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     old = run("export", "eeee", "-f", "sft")
-    assert "warning: 1 rollouts call tools and do not say which tools were on offer" in old.stderr
+    assert "warning: 1 rollouts call tools but do not say which tools were available" in old.stderr
 
 
 def test_parquet_is_known_by_its_name(run, repeated):

@@ -35,7 +35,7 @@ def test_tags_and_notes_stay_with_the_run_and_find_it(run, saved):
     (found,) = json.loads(run("runs", "list", "baseline", "--json").stdout)
     assert found["note"] == "before the new prompt"
     assert "#baseline before the new prompt" in run("runs").stdout
-    assert "is no tag" in run("runs", "tag", saved.path.name, "two words", code=1).stderr
+    assert "is not a tag" in run("runs", "tag", saved.path.name, "two words", code=1).stderr
     run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", str(saved.path))
     assert saved.metadata["tags"] == ["baseline"]
 

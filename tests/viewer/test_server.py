@@ -169,7 +169,7 @@ def test_two_runs_over_different_questions_get_no_verdict(ask, make_run, make_re
     b = make_run(*(make_record(i, reward=1.0, prompt=f"b{i}") for i in range(8)))
     found = ask(f"compare/{run_id_of(a.path)}/{run_id_of(b.path)}")
     assert (found["verdict"], found["figures"]["p_value"]) == ("No verdict", None)
-    assert "8 of the examples that share an id ask something else" in found["refusal"]
+    assert "8 of the examples with the same id ask something else" in found["refusal"]
 
 
 # --- live -----------------------------------------------------------------------------------------------------------
