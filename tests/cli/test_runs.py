@@ -270,7 +270,7 @@ def test_power_near_1_asks_for_enough_examples(run):
     [
         ([], "say how much scores vary with one of"),
         (["--sd", "1", "--mean", "0.5"], "say how much scores vary with one of"),
-        (["--mean", "1"], "scores that are all alike do not vary"),
+        (["--mean", "1"], "equal scores do not vary"),
         (["--sd", "1", "--against", "last"], "--against goes with --run"),
     ],
 )

@@ -90,7 +90,7 @@ def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
         return {"sd": given["sd"]}
     p = given["mean"]
     if p in (0.0, 1.0):
-        raise click.UsageError(f"--mean {p:g}: scores that are all alike do not vary; give a mean between 0 and 1")
+        raise click.UsageError(f"--mean {p:g}: equal scores do not vary; pass a mean between 0 and 1")
     return {"mean": p}
 
 
