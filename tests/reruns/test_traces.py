@@ -179,7 +179,11 @@ def test_a_trace_that_failed_or_has_no_content_is_a_failed_rollout_and_no_zero()
 
 def test_files_that_hold_no_spans_are_refused_with_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for text, said in (("{]", "line 1 is not JSON"), ('{"rows": 1}', "no OTLP/JSON"), ("[4]", "a span is an object")):
+    for text, said in (
+        ("{]", "line 1 is not JSON"),
+        ('{"rows": 1}', "neither OTLP"),
+        ("[4]", "a span must be an object"),
+    ):
         path.write_text(text)
         result = CliRunner().invoke(command, ["import", "otel", str(path)])
         assert result.exit_code == 1
@@ -238,7 +242,7 @@ def test_tokens_as_json_texts_are_read_and_those_that_are_none_are_refused_by_th
     assert exact_samples(state)[0].completion_ids == [3]
     for wrong in (("[1]", "[1, 2]", "[0]"), ("[1]", '["x"]', "[0]"), ("[1]", "[1", "[0]"), ("[1]", "[1]", None)):
         given = {name: value for name, value in zip(names, wrong, strict=True) if value is not None}
-        with pytest.raises(ValueError, match=r"trace aa cannot be read.*as many logprobs as the reply has ids"):
+        with pytest.raises(ValueError, match=r"trace aa cannot be read.*one logprob for each id of the reply"):
             import_traces_of(exported(*trace_of("aa", TURNS[1:], **given)))
 
 
