@@ -96,6 +96,6 @@ def test_the_batch_of_the_printed_line_is_whole_groups_on_each_card(run, model, 
 def test_a_configuration_of_which_no_model_can_be_made_and_cards_past_counting_are_refused(run, model, folder):
     (folder / "wrong.json").write_text(json.dumps({**QWEN3_8B, "hidden_size": -4}))
     said = run("plan", "wrong.json", "--gpus", "80GB", code=1).stderr
-    assert "no model can be made by the configuration of wrong.json" in said
+    assert "the configuration of wrong.json does not define a valid model" in said
     assert len(said.strip().splitlines()) == 1
     assert "not a number of GPUs" in run("plan", model, "--gpus", "999999999x80GB", code=2).stderr

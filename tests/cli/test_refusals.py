@@ -62,7 +62,7 @@ TABLE = [
         "a group that is split",
         ("--launch", "ddp", "--processes", "4"),
         {},
-        "each with whole groups of group_size = 4: take 16",
+        "each with whole groups of group_size = 4: use 16",
     ),
     (
         "FSDP 1",

@@ -86,5 +86,5 @@ def test_a_run_that_is_being_written_is_neither_deleted_nor_changed(run, saved):
 def test_what_is_no_run_is_not_deleted(run):
     Path("mine").mkdir()
     Path("mine/file.txt").write_text("precious")
-    assert "holds no run" in run("runs", "delete", "mine", "-y", code=2).stderr
+    assert "contains no run" in run("runs", "delete", "mine", "-y", code=2).stderr
     assert Path("mine/file.txt").exists()
