@@ -190,7 +190,7 @@ def test_files_that_hold_no_spans_are_refused_with_what_is_wrong(tmp_path: Path)
         assert said in " ".join(result.output.split())
     path.write_text(exported(otlp("aa", 0, {"http.method": "GET"})))
     result = CliRunner().invoke(command, ["import", "otel", str(path)])
-    assert "no call of a model" in result.output
+    assert "no model call" in result.output
 
 
 def test_imported_traces_are_scored_viewed_compared_and_exported(file: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_imported_traces_are_scored_viewed_compared_and_exported(file: Path, tmp
     result = play(command, ["import", "otel", str(file), "--env", "capitals", "-o", str(run)])
     assert result.exit_code == 0, result.output
     assert "2 rollouts in" in result.output
-    assert "2 of them of rows of capitals" in " ".join(result.output.split())
+    assert "2 matched to rows of capitals" in " ".join(result.output.split())
     scored = play(command, ["rescore", str(run), "--rubric", f"{rubric}:exact", "-o", str(tmp_path / "scored")])
     assert scored.exit_code == 0, scored.output
     records = list(RunDir.open(tmp_path / "scored").records())

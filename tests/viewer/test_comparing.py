@@ -126,8 +126,8 @@ def test_rollouts_of_trainings_are_never_pooled_into_a_verdict(ask, root, make_r
     a, b = (run_id_of(making.train(root, steps=20, name=name)) for name in ("a", "b"))
     evaluation = run_id_of(make_run(make_record()).path)
     for path in (f"compare/{a}/{b}", f"compare/{a}/{evaluation}"):
-        assert "another policy at each step" in ask(path, code=400)["problem"]
-    assert "another policy at each step" in ask("compare", runs=f"{a},{evaluation}", code=400)["problem"]
+        assert "a different policy at each step" in ask(path, code=400)["problem"]
+    assert "a different policy at each step" in ask("compare", runs=f"{a},{evaluation}", code=400)["problem"]
 
 
 # --- the axes of curves ---------------------------------------------------------------------------------------------
