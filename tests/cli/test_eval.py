@@ -236,7 +236,7 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
     [
         (["arithmetc"], "Did you mean arithmetic?"),
         (["../etc"], "../etc is not a folder; pass an environment's name or its folder"),
-        (["environments/x/x.py"], "environments/x/x.py is no folder"),
+        (["environments/x/x.py"], "environments/x/x.py is not a folder"),
         (["json"], "'json' is not an environment: json is a module of Python"),
         (["arithmetic", "-a", '{"level": 1}'], "does not take ['level']; it takes difficulty"),
         (["arithmetic", "-a", "[1]"], "must be a JSON object"),

@@ -70,10 +70,12 @@ def test_bad_input_is_one_sentence(run, model, monkeypatch):
         "'4by8' is not a number of GPUs with their memory: write 4x24GB"
         in run("plan", model, "--gpus", "4by8", code=2).stderr
     )
-    assert "more than the 40,960 positions" in run("plan", model, "--gpus", "80GB", "--length", "99999", code=2).stderr
+    assert (
+        "is more than the context length of" in run("plan", model, "--gpus", "80GB", "--length", "99999", code=2).stderr
+    )
     assert "no such file or folder" in run("plan", "./nothing", "--gpus", "80GB", code=1).stderr
     said = run("plan", "some/model", "--gpus", "80GB", code=1).stderr
-    assert "the configuration of some/model cannot be had" in said
+    assert "the configuration of some/model cannot be loaded" in said
 
 
 def test_a_model_of_few_positions_is_planned_for_as_many(run, folder):

@@ -349,7 +349,10 @@ def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
     assert RunDir.open("new").metadata["config"]["rescored_from"] == str(runs[0])
     assert "not finished" not in run("compare", "aaaa", "new").stdout
     assert "exists" in run("rescore", "aaaa", "-p", "mine", "-o", "new", code=2).stderr
-    assert "'name' is no rubric" in run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:name", code=2).stderr
+    assert (
+        "'name' must be or return a Rubric"
+        in run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:name", code=2).stderr
+    )
     assert "it must be FILE:NAME" in run("rescore", "aaaa", "-p", "mine", "--rubric", "none.py:x", code=2).stderr
 
 

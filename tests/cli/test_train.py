@@ -189,7 +189,7 @@ def test_processes_that_cannot_share_a_batch_are_refused_before_any_is_started(r
     assert (
         "batch_size = 8 cannot be divided among 3 processes, each with whole groups of group_size = 4: use 12" in said
     )
-    assert "take 16, or another number of processes" in run(*words, "4", code=2).stderr
+    assert "use 16, or another number of processes" in run(*words, "4", code=2).stderr
     alone = run(*train_words(model, "--processes", "2"), code=2)
     assert "--processes needs --launch" in alone.stderr
 

@@ -100,5 +100,5 @@ def test_a_port_that_is_taken_is_said(run, start, make_run):
     make_run()
     process = start("view", "--no-open")
     port = re.search(r":(\d+)/", served(process))[1]
-    assert f"127.0.0.1:{port} cannot be listened on" in run("view", "--no-open", "--port", port, code=1).stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in run("view", "--no-open", "--port", port, code=1).stderr
     stop(process)

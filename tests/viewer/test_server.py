@@ -240,7 +240,7 @@ def test_looking_changes_nothing_in_the_folder(ask, make_run, make_record, root)
 @pytest.mark.parametrize(
     ("path", "status", "words"),
     [
-        ("/rollouts?sort=nonsense", 400, "sort='nonsense' is none of number"),
+        ("/rollouts?sort=nonsense", 400, "sort='nonsense' must be one of number"),
         ("/rollouts?sort=metric:none", 400, "there is no metric 'none'"),
         ("/rollouts?start=-1", 400, "start='-1' is not a whole number"),
         ("/rollouts?low=abc", 400, "low='abc' is not a number"),
