@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Test processes side by side.
+# Number of parallel test processes.
 N      ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -13,26 +13,26 @@ LOCK := pyproject.toml constraints.txt
 .PHONY: help venv demo test check format format-check lint types layers slow clients integrations soak gpu sanitize bench site clean
 
 help:
-	@echo "make demo     evaluate a bundled environment: a fake model behind a flaky server, a real one; then train a tiny one"
+	@echo "make demo     evaluate a bundled environment with a fake model behind a flaky server and with a real one; then train a tiny one"
 	@echo "make test     the tests, the doctests, and every python block of the docs"
-	@echo "make check    all that must be green: format, lint, types, layers, tests"
-	@echo "make format   put the code into the format that check asks for"
-	@echo "make slow     the tests too slow for every day (make soak: the long ones under load)"
+	@echo "make check    everything that must pass: format, lint, types, layers, tests"
+	@echo "make format   format the code and sort imports"
+	@echo "make slow     the slow tests (make soak: the long ones under load)"
 	@echo "make gpu      the tests that need a CUDA device"
 	@echo "make sanitize the tests of the C code, compiled with AddressSanitizer and UBSan"
-	@echo "make integrations  our environments in trainers of others: the real packages, each in a virtual environment of its own"
-	@echo "make clients  of these, the clients of other makers against vf serve, each in an environment of its own"
-	@echo "make bench    every benchmark, each printing its figures"
+	@echo "make integrations  our environments in third-party trainers: the real packages, each in its own virtual environment"
+	@echo "make clients  third-party clients against vf serve, each in its own virtual environment"
+	@echo "make bench    all benchmarks, which print their results"
 	@echo "make site     the documentation as a site: open build/site/index.html, no server and no network needed"
-	@echo "make venv     the virtual environment all of these use ($(VENV)); they make it themselves"
-	@echo "make clean    remove it, and every cache"
+	@echo "make venv     create the virtual environment that all of these use ($(VENV)); they also create it themselves"
+	@echo "make clean    remove it, and all caches"
 
-# One environment, filled in two steps: the demo needs only what users of the library install.
-# The build backend comes from constraints.txt too, hence no build isolation.
+# One virtual environment, installed in two steps: the demo needs only what users of the library install.
+# The build backend is pinned in constraints.txt too, hence no build isolation.
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
-	sys.exit(f"verifiers needs Python 3.11 or newer, and {sys.executable} is {v}; try: make PYTHON=python3.12")'
+	sys.exit(f"verifiers needs Python 3.11 or newer, but {sys.executable} is {v}; try: make PYTHON=python3.12")'
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
@@ -42,9 +42,9 @@ $(VENV)/.core: $(LOCK) | $(BIN)/python
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-# Without a GPU the usual build of torch for Linux brings gigabytes of libraries that nothing uses. Its build for the CPU
-# is a tenth of that: taken from the index that pip is set up for where that has it, else from PyTorch's own; where neither
-# gives it, the usual build comes with the packages below. TORCH=any leaves the choice to pip.
+# The default build of torch for Linux includes gigabytes of CUDA libraries, which are unused without a GPU. The CPU build
+# has a tenth of that size. It is taken from pip's configured index if that has it, else from PyTorch's; if neither has
+# it, the default build is installed with the packages below. TORCH=any leaves the choice to pip.
 TORCH           ?= $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidia0 /dev/dxg /dev/kfd),any,cpu),any)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_CPU        = torch$(shell sed -n 's/^torch\(==[0-9.]*\)$$/\1/p' constraints.txt)+cpu
@@ -66,7 +66,7 @@ $(VENV)/.dev: $(LOCK) | $(VENV)/.core $(VENV)/.torch
 venv: $(VENV)/.dev
 
 $(VENV)/.train: $(LOCK) | $(VENV)/.core $(VENV)/.torch
-	@echo "installing what a model in the process and its training need (a few minutes the first time)"
+	@echo "installing the packages for local models and training (a few minutes the first time)"
 	@$(PIP) --no-build-isolation --editable '.[train]'
 	@touch $@
 
@@ -96,7 +96,7 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	@$(BIN)/lint-imports --no-logo
 
-# pytest exits with 5 where no test carries the mark.
+# pytest exits with 5 if no test has the mark.
 slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -n $(N) --dist worksteal -m "slow and not gpu" --timeout 1800 || [ $$? -eq 5 ]
 
@@ -113,8 +113,8 @@ gpu: $(VENV)/.dev
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("make gpu: torch sees no CUDA device here")'
 	@$(BIN)/python -m pytest --quiet -m gpu --timeout 1800
 
-# The sanitizer's library has to be loaded before anything else, and with it that of C++, whose exceptions it looks up
-# when it starts: torch throws some. Python itself leaks on purpose.
+# The sanitizer's library must be loaded first, together with the C++ library, whose exception functions it looks up at
+# start: torch throws C++ exceptions. Leaks are not checked, because Python itself leaks by design.
 sanitize: $(VENV)/.dev
 	@cc=$${CC:-cc}; LD_PRELOAD="$$($$cc -print-file-name=libasan.so) $$($$cc -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0 VERIFIERS_SANITIZE=1 $(BIN)/python -m pytest --quiet -p no:cacheprovider --timeout 1800 tests/kernels/test_cpu.py \
@@ -124,7 +124,7 @@ bench: $(VENV)/.dev
 	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
 $(VENV)/.docs: $(LOCK) | $(VENV)/.core
-	@echo "installing what builds the site into $(VENV)"
+	@echo "installing the packages that build the site into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 

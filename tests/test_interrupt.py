@@ -316,7 +316,7 @@ def test_the_exit_code_of_vf_eval_names_the_signal(
             process.kill()
     assert process.returncode == code, complaints
     assert f"stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}" in said
-    assert "go on with: vf eval arithmetic" in said
+    assert "continue with: vf eval arithmetic" in said
 
 
 @pytest.mark.parametrize("program", ["a script", "vf eval"])

@@ -78,14 +78,14 @@ def test_typed_with_nothing_set_up_the_first_command_runs_at_once_and_says_that_
     said = " ".join(os.read(ours, 100_000).decode().split())
     os.close(ours)
     assert done.returncode == 0, said
-    assert "with fake (no model was named" in said
+    assert "with fake (no model was given" in said
     assert "-m smollm2" in said
     assert "saved in outputs/evals/arithmetic--fake/" in done.stdout
 
 
 def test_without_a_model_and_a_key_one_sentence_says_what_to_do(run):
     shown = run("eval", "arithmetic", code=2).stderr
-    assert "no model was named and OPENAI_API_KEY is not set" in shown
+    assert "no model was given and OPENAI_API_KEY is not set" in shown
     assert "-m smollm2" in shown
     assert "-m fake" in shown
 
@@ -141,7 +141,7 @@ def test_a_default_of_the_environment_gives_way_to_a_flag(run, toy):
     result = run("eval", "toy-env", "-p", "mine", "-m", "fake", "--json")
     assert figures(result)["rollouts"] == 6
     assert figures(result)["sampling_args"] == {"temperature": 0.5}
-    assert "has unknown ['colour']" in result.stderr
+    assert "unknown keys ['colour']" in result.stderr
     assert figures(run("eval", "toy-env", "-p", "mine", "-m", "fake", "-n", "-1", "-r", "1", "--json"))["rollouts"] == 4
 
 
@@ -191,7 +191,7 @@ def test_a_run_made_differently_is_not_resumed(run, toy):
     (saved,) = Path("outputs/evals/toy-env--fake").iterdir()
     shown = run("eval", "toy-env", "-p", "mine", "-m", "fake", "-r", "1", "--resume", str(saved), code=2).stderr
     assert "this run was made with" in shown
-    assert "there is no saved run" in run("eval", "toy-env", "-p", "mine", "-m", "fake", "--resume", "x", code=2).stderr
+    assert "contains no saved run" in run("eval", "toy-env", "-p", "mine", "-m", "fake", "--resume", "x", code=2).stderr
 
 
 def test_state_columns_are_saved(run, toy):
@@ -222,7 +222,7 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "stopped by Ctrl-C" in stdout
-    again = re.search(r"go on with: (.*)", stdout)[1]
+    again = re.search(r"continue with: (.*)", stdout)[1]
     (saved,) = Path("outputs/evals/arithmetic--m").iterdir()
     assert shlex.split(again)[-2:] == ["--resume", str(saved)]
     assert (saved / "results.jsonl").read_text().count("\n") >= 4
@@ -235,8 +235,8 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
     ("args", "message"),
     [
         (["arithmetc"], "Did you mean arithmetic?"),
-        (["../etc"], "../etc is no folder; name an environment, or the folder of one"),
-        (["environments/x/x.py"], "environments/x/x.py is no folder"),
+        (["../etc"], "../etc is not a folder; pass an environment's name or its folder"),
+        (["environments/x/x.py"], "environments/x/x.py is not a folder"),
         (["json"], "'json' is not an environment: json is a module of Python"),
         (["arithmetic", "-a", '{"level": 1}'], "does not take ['level']; it takes difficulty"),
         (["arithmetic", "-a", "[1]"], "must be a JSON object"),
@@ -244,8 +244,8 @@ def test_ctrl_c_ends_with_130_and_the_command_to_go_on(start, folder):
         (["arithmetic", "-n", "0"], "1 or more, or -1"),
         (["arithmetic", "-c", "-2"], "1 or more, or -1"),
         (["arithmetic", "-r", "0"], "'-r'"),
-        (["arithmetic", "--header", "sk-secret"], "a header looks like 'Name: Value'"),
-        (["arithmetic", "-e", "nowhere.toml"], "-e nowhere.toml: there is no such file or folder"),
+        (["arithmetic", "--header", "sk-secret"], "a header must have the form 'Name: Value'"),
+        (["arithmetic", "-e", "nowhere.toml"], "-e nowhere.toml: no such file or folder"),
         (["arithmetic", "-k", "sk-secret"], "-k takes the name of an environment variable"),
     ],
 )
@@ -329,7 +329,9 @@ def test_a_run_out_of_time_ends_with_3_and_the_command_to_go_on(run, toy):
         args = ("eval", "./mine/toy_env", "-m", "m", "-b", url, "-n", "4", "-r", "1", "-s", "--deadline", "0.5")
         result = run(*args, code=3)
     assert "ended early: the run's deadline of 0.5 s" in result.stdout
-    again = shlex.split(next(line for line in result.stdout.splitlines() if "go on with: " in line).split(": ", 1)[1])
+    again = shlex.split(
+        next(line for line in result.stdout.splitlines() if "continue with: " in line).split(": ", 1)[1]
+    )
     assert "--resume" in again
     with vf.FakeServer("0") as quick:
         again[again.index(url)] = quick.url
@@ -342,7 +344,7 @@ def test_an_endpoint_that_is_down_ends_the_run_with_3_and_the_command_to_go_on(r
         args = ("eval", "./mine/toy_env", "-m", "m", "-b", server.url, "-s", "--down-after", "0.5")
         result = run(*args, "--max-retries", "1000", code=3)
     assert "has refused everything for 0.5 s and counts as down" in result.stdout
-    assert "go on with: vf eval" in result.stdout
+    assert "continue with: vf eval" in result.stdout
 
 
 def test_a_wrong_key_ends_the_run_with_3_after_a_handful_of_requests(run, toy):

@@ -52,7 +52,7 @@ def test_a_dry_run_of_a_file_shows_every_plan(run):
         ('[[eval]]\nenv_id == "x"\n', 'is not TOML: Invalid value (at line 2, column 9)\n  env_id == "x"\n          ^'),
         ('modle = "fake"\n[[eval]]\nenv_id = "x"\n', "unknown key 'modle'; did you mean model?"),
         ('[[eval]]\nenv_id = "x"\nresume = "y"\n', "unknown key 'resume'"),
-        ("[[eval]]\nnum_examples = 3\n", '[[eval]] 1 names no environment; give it env_id = "name"'),
+        ("[[eval]]\nnum_examples = 3\n", '[[eval]] 1 has no environment; add env_id = "name"'),
         ('[[eval]]\nenv_id = "x"\nnum_examples = 0\n', "[[eval]] 1: num_examples: it must be 1 or more"),
         ('[[eval]]\nenv_id = "x"\nnum_examples = "a"\n', "num_examples: 'a' is not a valid integer"),
         ('[[eval]]\nenv_id = "x"\nnum_examples = 1.5\n', "num_examples: '1.5' is not a valid integer"),
@@ -92,7 +92,7 @@ def test_one_that_fails_is_the_exit_code_of_all_and_has_a_command_of_its_own(run
 
 def test_a_file_cannot_be_resumed_as_a_whole(run):
     Path("evals.toml").write_text(FILE)
-    assert "--resume goes on with one run" in run("eval", "evals.toml", "--resume", "x", code=2).stderr
+    assert "--resume continues one run" in run("eval", "evals.toml", "--resume", "x", code=2).stderr
 
 
 def test_shuffled_examples_are_others_and_the_same_for_the_same_seed(run):

@@ -47,7 +47,7 @@ def test_help_takes_less_than_200_ms_of_cpu_and_imports_no_command(repo):
 
 def test_an_unknown_command_names_the_nearest(run):
     assert "there is no command 'evl'; did you mean 'eval'?" in run("evl", code=2).stderr
-    assert "there are eval, check" in run("zzz", code=2).stderr
+    assert "the commands are eval, check" in run("zzz", code=2).stderr
 
 
 def test_the_version_is_that_of_the_package(run, repo):
@@ -145,8 +145,8 @@ def test_too_little_memory_is_one_sentence(run, tmp_path, error):
 
 def test_serving_beyond_this_machine_needs_a_key_or_insecure(run):
     said = " ".join(run("serve", "local", "--host", "0.0.0.0", code=2).stderr.split())
-    assert "--host 0.0.0.0 without a key lets whoever reaches it use the model and replace its weights" in said
-    assert "--insecure if that is meant" in said
+    assert "--host 0.0.0.0 without a key lets anyone who can reach it use the model and replace its weights" in said
+    assert "--insecure if that is intended" in said
 
 
 def test_what_the_library_logs_is_a_notice_to_a_person_and_a_log_line_to_who_asks_for_one(capsys, monkeypatch):

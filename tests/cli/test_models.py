@@ -44,7 +44,7 @@ def test_a_server_needs_a_model_that_is_there_and_a_key_that_is_set(run):
         "SERVE_KEY: this environment variable is not set"
         in run("serve", "local", "--api-key-var", "SERVE_KEY", code=2).stderr
     )
-    assert "give one of them" in run("serve", "local", "--api-key", "a", "--api-key-var", "B", code=2).stderr
+    assert "pass one of them" in run("serve", "local", "--api-key", "a", "--api-key-var", "B", code=2).stderr
 
 
 def test_a_model_that_was_not_fetched_is_one_sentence_before_anything_runs(run):

@@ -79,4 +79,4 @@ def test_an_endpoint_that_is_down_ends_its_own_model_only(run, registry, folder)
 
 def test_one_run_is_resumed_and_not_several(run, registry):
     shown = run("eval", "toy-one", "-m", "bad", "-m", "good", *registry, "--resume", "x", code=2).stderr
-    assert "--resume goes on with one run" in shown
+    assert "--resume continues one run" in shown

@@ -157,7 +157,7 @@ def test_an_environment_whose_check_fails_is_not_published(run, home):
     module.write_text(module.read_text().replace("float(parser.parse_answer(completion) == answer)", "1.0"))
     assert "not built: a check failed" in run("publish", "hatched", code=1).stderr
     assert not Path("dist").exists()
-    assert "there is no folder of an environment 'nothing'" in run("publish", "nothing", code=2).stderr
+    assert "there is no environment 'nothing'" in run("publish", "nothing", code=2).stderr
 
 
 def test_what_is_no_installed_environment_is_not_uninstalled(run, home):

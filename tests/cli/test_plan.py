@@ -70,10 +70,12 @@ def test_bad_input_is_one_sentence(run, model, monkeypatch):
         "'4by8' is not a number of GPUs with their memory: write 4x24GB"
         in run("plan", model, "--gpus", "4by8", code=2).stderr
     )
-    assert "more than the 40,960 positions" in run("plan", model, "--gpus", "80GB", "--length", "99999", code=2).stderr
+    assert (
+        "is more than the context length of" in run("plan", model, "--gpus", "80GB", "--length", "99999", code=2).stderr
+    )
     assert "no such file or folder" in run("plan", "./nothing", "--gpus", "80GB", code=1).stderr
     said = run("plan", "some/model", "--gpus", "80GB", code=1).stderr
-    assert "the configuration of some/model cannot be had" in said
+    assert "the configuration of some/model cannot be loaded" in said
 
 
 def test_a_model_of_few_positions_is_planned_for_as_many(run, folder):
@@ -96,6 +98,6 @@ def test_the_batch_of_the_printed_line_is_whole_groups_on_each_card(run, model, 
 def test_a_configuration_of_which_no_model_can_be_made_and_cards_past_counting_are_refused(run, model, folder):
     (folder / "wrong.json").write_text(json.dumps({**QWEN3_8B, "hidden_size": -4}))
     said = run("plan", "wrong.json", "--gpus", "80GB", code=1).stderr
-    assert "no model can be made by the configuration of wrong.json" in said
+    assert "the configuration of wrong.json does not define a valid model" in said
     assert len(said.strip().splitlines()) == 1
     assert "not a number of GPUs" in run("plan", model, "--gpus", "999999999x80GB", code=2).stderr

@@ -86,7 +86,7 @@ def test_the_results_file_names_its_run(run, runs):
     ("name", "message"),
     [
         ("bbbc", "there is no run 'bbbc'; there is outputs/evals/toy-runs--b/bbbbbbbb"),
-        ("mine", "mine holds no run: a run has a results.jsonl or a metadata.json"),
+        ("mine", "mine contains no run: a run has a results.jsonl or a metadata.json"),
     ],
 )
 def test_a_run_that_is_not_there_names_the_nearest(run, runs, name, message):
@@ -157,7 +157,7 @@ def test_runs_that_share_nothing_end_with_1(run, runs):
 
 def test_runs_of_two_environments_get_no_verdict(run, runs, repeated):
     refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
-    assert "no verdict: A is a run of toy-runs and B one of sums" in refused
+    assert "no verdict: A is a run of toy-runs and B of sums" in refused
     assert "p = " not in refused
     assert "--unpaired" not in refused
 
@@ -165,7 +165,7 @@ def test_runs_of_two_environments_get_no_verdict(run, runs, repeated):
 def test_runs_over_different_questions_get_no_verdict_unless_they_are_compared_as_two_samples(run, runs, repeated):
     RunDir.open(repeated).update_metadata({"env_id": "toy-runs"})
     refused = run("compare", str(runs[0]), str(repeated), code=1).stdout
-    assert "no verdict: 6 of the examples that share an id ask something else in B (first: 0)" in refused
+    assert "no verdict: 6 of the examples with the same id ask something else in B (first: 0)" in refused
     assert "No verdict: B - A = " in refused
     assert "p = " not in refused
     data = json.loads(run("compare", str(runs[0]), str(repeated), "--json", code=1).stdout)
@@ -235,7 +235,7 @@ def test_an_unknown_metric_names_those_there_are(run, runs):
 def test_power_from_a_mean_a_spread_and_a_run(run, repeated):
     assert run("power", "0.03", "--sd", "0.5").stdout.startswith("1,070 examples to know a mean to ±0.03")
     shown = run("power", "0.03", "--mean", "0.5", "--correlation", "0.6", "--power", "0.8").stdout
-    assert re.match(r"1,7\d\d examples to see a difference of 0.03 with a chance of 0.8", shown)
+    assert re.match(r"1,7\d\d examples to detect a difference of 0.03 with a chance of 0.8", shown)
     table = run("power", "0.05", "--run", str(repeated)).stdout.splitlines()
     assert table[0] == "to know a mean to ±0.05:"
     assert [line.split()[0] for line in table[2:]] == ["1", "2", "4", "8", "16"]
@@ -244,7 +244,7 @@ def test_power_from_a_mean_a_spread_and_a_run(run, repeated):
 
 def test_power_for_a_difference_is_measured_on_two_runs(run, runs):
     shown = run("power", "0.1", "--run", str(runs[0]), "--against", str(runs[1]), "--power", "0.8").stdout
-    assert "to see a difference of 0.1" in shown
+    assert "to detect a difference of 0.1" in shown
     assert "with one rollout of each" in shown
 
 
@@ -254,7 +254,7 @@ def test_runs_of_several_rollouts_say_how_many_rollouts_their_advice_is_for(run,
     changed = [line.replace('"reward":0.0', '"reward":1.0') if i % 5 == 0 else line for i, line in enumerate(lines)]
     (other / "results.jsonl").write_text("".join(changed))
     table = run("power", "0.1", "--run", str(repeated), "--against", str(other), "--power", "0.8").stdout.splitlines()
-    assert table[0] == "to see a difference of 0.1 with a chance of 0.8:"
+    assert table[0] == "to detect a difference of 0.1 with a chance of 0.8:"
     needed = [int(line.split()[1].replace(",", "")) for line in table[2:]]
     assert [line.split()[0] for line in table[2:]] == ["1", "2", "4", "8", "16"]
     assert needed == sorted(needed, reverse=True)
@@ -268,10 +268,10 @@ def test_power_near_1_asks_for_enough_examples(run):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "say how much scores vary with one of"),
-        (["--sd", "1", "--mean", "0.5"], "say how much scores vary with one of"),
-        (["--mean", "1"], "scores that are all alike do not vary"),
-        (["--sd", "1", "--against", "last"], "--against goes with --run"),
+        ([], "specify how much scores vary, with one of"),
+        (["--sd", "1", "--mean", "0.5"], "specify how much scores vary, with one of"),
+        (["--mean", "1"], "equal scores do not vary"),
+        (["--sd", "1", "--against", "last"], "--against needs --run"),
     ],
 )
 def test_power_that_cannot_be_told_says_what_is_missing(run, repeated, args, message):
@@ -309,14 +309,14 @@ def test_training_data_has_the_tools_of_the_run_and_an_old_run_says_that_it_has_
     assert row["tools"] == tools
     assert row["messages"][-1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     old = run("export", "eeee", "-f", "sft")
-    assert "warning: 1 rollouts call tools and do not say which tools were on offer" in old.stderr
+    assert "warning: 1 rollouts call tools but do not say which tools were available" in old.stderr
 
 
 def test_parquet_is_known_by_its_name(run, repeated):
     parquet = pytest.importorskip("pyarrow.parquet")
     run("export", "cccc", "-o", "run.parquet")
     assert parquet.read_table("run.parquet").num_rows == 40
-    assert "parquet is no text" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
+    assert "parquet cannot be written to stdout" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
 
 
 def test_a_reader_that_has_seen_enough_of_an_export_is_no_error(start, repeated):
@@ -341,7 +341,7 @@ def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
     )
     shown = run("rescore", str(runs[0]), "-p", "mine", "--rubric", "strict.py:make").stdout
     assert "half       0.500" in shown
-    assert "the reward was 0.500; no model was asked to play" in shown
+    assert "the reward was 0.500; nothing was sampled again" in shown
     assert re.search(r"compare with: vf compare \S+ \S+", shown)
     result = run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:half", "-o", "new", "--json")
     found = json.loads(result.stdout)
@@ -349,7 +349,10 @@ def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
     assert RunDir.open("new").metadata["config"]["rescored_from"] == str(runs[0])
     assert "not finished" not in run("compare", "aaaa", "new").stdout
     assert "exists" in run("rescore", "aaaa", "-p", "mine", "-o", "new", code=2).stderr
-    assert "'name' is no rubric" in run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:name", code=2).stderr
+    assert (
+        "'name' must be or return a Rubric"
+        in run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:name", code=2).stderr
+    )
     assert "it must be FILE:NAME" in run("rescore", "aaaa", "-p", "mine", "--rubric", "none.py:x", code=2).stderr
 
 
@@ -368,13 +371,13 @@ def test_rescore_says_that_the_data_set_has_other_answers_now_and_how_to_score_b
     corrected.write_text(TOY.replace('"answer": str(i % 2)', '"answer": "1"'))
     result = run("rescore", "aaaa", "-p", "corrected", "-o", "outputs/evals/toy-runs--a/saved")
     assert "the reward was 0.500" in result.stdout
-    assert "another answer or info now for 3 examples" in result.stderr
-    assert "to score by those of the data set: --dataset-answers" in result.stderr
-    assert "scored: as it was played → anew\n" in run("compare", "aaaa", "saved").stdout
+    assert "now has another answer or info for 3 examples" in result.stderr
+    assert "to use those of the data set: --dataset-answers" in result.stderr
+    assert "scored: when it was run → again\n" in run("compare", "aaaa", "saved").stdout
     result = run("rescore", "aaaa", "-p", "corrected", "--dataset-answers", "-o", "outputs/evals/toy-runs--a/corrected")
     assert result.stderr == ""
     assert RunDir.open("outputs/evals/toy-runs--a/corrected").metadata["avg_reward"] == 0.0
-    assert "as it was played → anew, the answers of the data set\n" in run("compare", "aaaa", "corrected").stdout
+    assert "when it was run → again, with answers of the data set\n" in run("compare", "aaaa", "corrected").stdout
     figures = json.loads(run("rescore", "aaaa", "-p", "corrected", "--json").stdout)
     assert (figures["examples_with_other_answers"], figures["examples_not_in_data_set"]) == (3, 0)
 
@@ -394,8 +397,8 @@ def test_a_comparison_says_that_one_of_the_runs_was_scored_anew(run, runs):
     Path("strict.py").write_text("def half(completion): return 0.5\n")
     run("rescore", "aaaa", "-p", "mine", "-o", "same")
     run("rescore", "aaaa", "-p", "mine", "--rubric", "strict.py:half", "-o", "other")
-    assert "   scored: as it was played → anew\n" in run("compare", "aaaa", "same").stdout
-    assert "   scored: as it was played → anew, by strict.py:half\n" in run("compare", "aaaa", "other").stdout
+    assert "   scored: when it was run → again\n" in run("compare", "aaaa", "same").stdout
+    assert "   scored: when it was run → again, by strict.py:half\n" in run("compare", "aaaa", "other").stdout
 
 
 def test_a_comparison_of_a_run_with_itself_says_so(run, runs):
@@ -410,7 +413,7 @@ def test_a_score_that_cannot_be_given_ends_with_1(run, runs):
 
 def test_a_run_is_replayed_with_no_network(run, runs):
     shown = run("replay", str(runs[1]), "-p", "mine").stdout
-    assert shown == f"6 rollouts of {runs[1]} played again: 6 as recorded\n"
+    assert shown == f"6 rollouts of {runs[1]} replayed: 6 as recorded\n"
 
 
 def test_a_replay_that_goes_another_way_ends_with_1(run, runs):
@@ -419,7 +422,7 @@ def test_a_replay_that_goes_another_way_ends_with_1(run, runs):
     again.parent.mkdir(parents=True)
     again.write_text(module.read_text().replace("== answer", "!= answer"))
     shown = run("replay", "bbbb", "-p", "changed", code=1).stdout
-    assert "0 as recorded, 6 not" in shown
+    assert "0 as recorded, 6 different" in shown
     assert re.search(r"example 0 +rollout 0 +reward 1\.000 → 0\.000", shown)
     found = json.loads(run("replay", "bbbb", "-p", "changed", "--json", code=1).stdout)
     assert len(found["changes"]) == 6
@@ -439,7 +442,7 @@ def test_eval_records_what_judges_say_so_that_replay_needs_none_of_them(run, fol
             "    return vf.SingleTurnEnv(dataset=rows, rubric=rubric)\n"
         )
         command = ["eval", "toy-judge", "-p", "mine", "-m", "fake", "-n", "1", "-r", "2", "--record"]
-        assert "--record keeps what judges say beside the saved run" in run(*command, "--no-save", code=2).stderr
+        assert "--record saves the replies of judges in the run directory" in run(*command, "--no-save", code=2).stderr
         run(*command, "-s")
     assert "2 as recorded" in run("replay", "last", "-p", "mine").stdout
 

@@ -35,7 +35,7 @@ def test_tags_and_notes_stay_with_the_run_and_find_it(run, saved):
     (found,) = json.loads(run("runs", "list", "baseline", "--json").stdout)
     assert found["note"] == "before the new prompt"
     assert "#baseline before the new prompt" in run("runs").stdout
-    assert "is no tag" in run("runs", "tag", saved.path.name, "two words", code=1).stderr
+    assert "is not a tag" in run("runs", "tag", saved.path.name, "two words", code=1).stderr
     run("eval", "arithmetic", "-m", "fake", "-n", "2", "-r", "1", "--resume", str(saved.path))
     assert saved.metadata["tags"] == ["baseline"]
 
@@ -86,5 +86,5 @@ def test_a_run_that_is_being_written_is_neither_deleted_nor_changed(run, saved):
 def test_what_is_no_run_is_not_deleted(run):
     Path("mine").mkdir()
     Path("mine/file.txt").write_text("precious")
-    assert "holds no run" in run("runs", "delete", "mine", "-y", code=2).stderr
+    assert "contains no run" in run("runs", "delete", "mine", "-y", code=2).stderr
     assert Path("mine/file.txt").exists()

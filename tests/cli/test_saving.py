@@ -63,7 +63,7 @@ def test_ctrl_c_among_several_models_names_those_that_were_not_begun(start, run)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert stdout.splitlines()[-1] == "not begun: arithmetic with other"
+    assert stdout.splitlines()[-1] == "not started: arithmetic with other"
 
 
 def test_a_list_of_runs_has_tags_and_notes_on_a_line_of_their_own_and_says_what_failed(run, folder, monkeypatch):
@@ -109,7 +109,7 @@ def test_a_push_that_fails_loses_nothing_and_names_the_command_that_pushes_again
 
 def test_a_push_of_what_is_not_saved_is_refused_before_anything_is_paid_for(run):
     shown = run("eval", "arithmetic", "-m", "fake", *SMALL, "-H", "--no-save", code=2).stderr
-    assert "a push that fails would lose the rollouts" in shown
+    assert "a failed push would lose unsaved rollouts" in shown
 
 
 def test_a_tracker_that_is_not_known_or_not_installed_is_told_before_there_is_a_folder(run, monkeypatch):

@@ -138,10 +138,10 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(start, run, model):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    done = int(re.search(r"stopped by Ctrl-C after step (\d+); go on with: (.+)", out)[1])
+    done = int(re.search(r"stopped by Ctrl-C after step (\d+); continue with: (.+)", out)[1])
     assert Path(f"out/checkpoints/step-{done:06d}/model.safetensors").is_file()
     assert json.loads(Path("out/metadata.json").read_text())["finished"] is False
-    again = shlex.split(re.search(r"go on with: vf (.+)", out)[1])
+    again = shlex.split(re.search(r"continue with: vf (.+)", out)[1])
     assert again[-2:] == ["--resume", "out"]
     run(*[str(done + 1) if word == "100000" else word for word in again])
     assert steps("out") == list(range(1, done + 2))
@@ -163,8 +163,8 @@ def wait_for(is_so, process, seconds: int = 60) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "reverse-text"], "which model is to be trained?"),
-        (["train", "-m", "./tiny"], "which environment is it to be trained on?"),
+        (["train", "reverse-text"], "no model to train"),
+        (["train", "-m", "./tiny"], "no environment to train on"),
         (["train", "reverse-text", "-m", "./tiny", "--group-size", "3"], "must be a multiple of group_size = 3"),
         (["train", "reverse-text", "-m", "./tiny", "--group-size", "x"], "'x' is not a whole number"),
         (["train", "reverse-text", "-m", "./tiny", "--groupsize", "3"], "--group-size"),
@@ -172,7 +172,7 @@ def wait_for(is_so, process, seconds: int = 60) -> None:
         (["train", "reverse-text", "-m", "./tiny", "--advantage", "gae"], "advantage must be one of grpo"),
         (["train", "@", "missing.toml"], "missing.toml cannot be read"),
         (["train", "reverse-text", "-m", "./tiny", "--resume"], "resume=True needs output_dir or run_name"),
-        (["sft", "-m", "./tiny"], "what is it to imitate?"),
+        (["sft", "-m", "./tiny"], "no examples to train on"),
         (["sft", "-m", "./tiny", "-d", "nowhere.jsonl"], "there is no data set at nowhere.jsonl"),
     ],
     ids=["model", "env", "group", "number", "unknown", "choice", "advantage", "file", "resume", "data", "path"],
@@ -187,9 +187,9 @@ def test_processes_that_cannot_share_a_batch_are_refused_before_any_is_started(r
     words = train_words(model, "--launch", "ddp", "--processes")
     said = run(*words, "3", code=2).stderr
     assert (
-        "batch_size = 8 cannot be divided among 3 processes, each with whole groups of group_size = 4: take 12" in said
+        "batch_size = 8 cannot be divided among 3 processes, each with whole groups of group_size = 4: use 12" in said
     )
-    assert "take 16, or another number of processes" in run(*words, "4", code=2).stderr
+    assert "use 16, or another number of processes" in run(*words, "4", code=2).stderr
     alone = run(*train_words(model, "--processes", "2"), code=2)
     assert "--processes needs --launch" in alone.stderr
 
@@ -201,7 +201,7 @@ def test_what_fails_in_every_process_is_one_sentence_and_none_is_left(start, mod
     said = process.communicate(timeout=300)[1]
     assert process.returncode == 1
     assert "there is no model at nowhere" in said
-    assert said.count("the training cannot begin") == 1
+    assert said.count("the training cannot start") == 1
     assert "Traceback" not in said
 
 
@@ -278,6 +278,6 @@ def test_rows_of_a_file_are_imitated_and_a_dry_run_counts_them(run, model, folde
     rows = [{"prompt": "ab", "completion": "ba", "reward": i % 2} for i in range(6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = run("sft", "-m", model, "-d", "rows.jsonl", "--min-reward", "1", "--dry-run")
-    assert "3 with 9 tokens to learn (left out: 3 below min_reward)" in result.stdout
+    assert "3 with 9 tokens to train on (left out: 3 below min_reward)" in result.stdout
     run("sft", "-m", model, "-d", "rows.jsonl", "--max-steps", "1", "--output-dir", "out", "--save-model", "kept")
     assert (folder / "kept" / "model.safetensors").is_file()

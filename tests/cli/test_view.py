@@ -65,7 +65,7 @@ def test_one_run_opens_its_page_and_two_open_side_by_side(start, make_run):
 def test_it_exports_one_file(run, make_run, folder):
     path = make_run()
     shown = run("view", str(path), "--export", "run.html").stdout
-    assert re.fullmatch(r"run\.html \(\d\.\d MB\) opens in any browser, with no server\n", shown)
+    assert re.fullmatch(r"run\.html \(\d\.\d MB\) opens in any browser, without a server\n", shown)
     assert "2+2?" in (folder / "run.html").read_text(encoding="utf-8")
 
 
@@ -86,7 +86,7 @@ def test_a_run_goes_by_last_or_the_start_of_its_id(run, make_run, folder):
 
 def test_what_is_no_run_is_said(run):
     errors = run("view", "environments", code=2).stderr
-    assert "environments is no run directory, and there is none in it; vf eval makes one" in errors
+    assert "environments is not a run directory and contains none; vf eval makes one" in errors
     assert "there is no run 'no/such/run'" in run("view", "no/such/run", code=2).stderr
 
 
@@ -100,5 +100,5 @@ def test_a_port_that_is_taken_is_said(run, start, make_run):
     make_run()
     process = start("view", "--no-open")
     port = re.search(r":(\d+)/", served(process))[1]
-    assert f"127.0.0.1:{port} cannot be listened on" in run("view", "--no-open", "--port", port, code=1).stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in run("view", "--no-open", "--port", port, code=1).stderr
     stop(process)

@@ -365,5 +365,5 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "verifiers", "env-serve", "arithmetic", "--port", port]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ})
     assert done.returncode == 1
-    assert "cannot be listened on" in done.stderr
+    assert "cannot listen on" in done.stderr
     assert "Traceback" not in done.stderr

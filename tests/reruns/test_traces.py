@@ -179,14 +179,18 @@ def test_a_trace_that_failed_or_has_no_content_is_a_failed_rollout_and_no_zero()
 
 def test_files_that_hold_no_spans_are_refused_with_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for text, said in (("{]", "line 1 is not JSON"), ('{"rows": 1}', "no OTLP/JSON"), ("[4]", "a span is an object")):
+    for text, said in (
+        ("{]", "line 1 is not JSON"),
+        ('{"rows": 1}', "neither OTLP"),
+        ("[4]", "a span must be an object"),
+    ):
         path.write_text(text)
         result = CliRunner().invoke(command, ["import", "otel", str(path)])
         assert result.exit_code == 1
         assert said in " ".join(result.output.split())
     path.write_text(exported(otlp("aa", 0, {"http.method": "GET"})))
     result = CliRunner().invoke(command, ["import", "otel", str(path)])
-    assert "no call of a model" in result.output
+    assert "no model call" in result.output
 
 
 def test_imported_traces_are_scored_viewed_compared_and_exported(file: Path, tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_imported_traces_are_scored_viewed_compared_and_exported(file: Path, tmp
     result = play(command, ["import", "otel", str(file), "--env", "capitals", "-o", str(run)])
     assert result.exit_code == 0, result.output
     assert "2 rollouts in" in result.output
-    assert "2 of them of rows of capitals" in " ".join(result.output.split())
+    assert "2 matched to rows of capitals" in " ".join(result.output.split())
     scored = play(command, ["rescore", str(run), "--rubric", f"{rubric}:exact", "-o", str(tmp_path / "scored")])
     assert scored.exit_code == 0, scored.output
     records = list(RunDir.open(tmp_path / "scored").records())
@@ -238,7 +242,7 @@ def test_tokens_as_json_texts_are_read_and_those_that_are_none_are_refused_by_th
     assert exact_samples(state)[0].completion_ids == [3]
     for wrong in (("[1]", "[1, 2]", "[0]"), ("[1]", '["x"]', "[0]"), ("[1]", "[1", "[0]"), ("[1]", "[1]", None)):
         given = {name: value for name, value in zip(names, wrong, strict=True) if value is not None}
-        with pytest.raises(ValueError, match=r"trace aa cannot be read.*as many logprobs as the reply has ids"):
+        with pytest.raises(ValueError, match=r"trace aa cannot be read.*one logprob for each id of the reply"):
             import_traces_of(exported(*trace_of("aa", TURNS[1:], **given)))
 
 

@@ -182,7 +182,7 @@ def test_a_backend_of_ones_own_is_a_class_with_a_session() -> None:
     )
     assert state["completion"][1]["content"] == "ran ls far away"
     assert state["files"] == {"n.txt": "20"}
-    with pytest.raises(ValueError, match="backend is 'local', 'docker', 'podman'"):
+    with pytest.raises(ValueError, match="backend must be 'local', 'docker', 'podman'"):
         vf.SandboxEnv(dataset=ROWS, backend="cloud")
 
 

@@ -141,7 +141,7 @@ def test_a_value_of_too_many_parts_is_said_to_be() -> None:
         session.run("def f(n): return [[]] * n\ndef g(n): return [g(n - 1)] if n else 0")
         for result in (session.call("f", [MAX_LISTS]), session.call("g", [DEEPEST + 1])):
             assert (result.status, result.value) == ("output", None), result
-            assert f"more than {MAX_LISTS} lists and dicts, or more than {DEEPEST}" in (result.error or "")
+            assert f"more than {MAX_LISTS} lists and dicts, or is nested more than {DEEPEST}" in (result.error or "")
 
 
 @pytest.mark.usefixtures("full_level")

@@ -85,7 +85,7 @@ def test_closing_a_session_while_a_task_waits_for_its_cell() -> None:
     ("ask", "message"),
     [
         (lambda session: session.run(b"1"), "code must be a string; got bytes"),
-        (lambda session: session.call("f", [object()]), "the arguments of 'f' must be plain values"),
+        (lambda session: session.call("f", [object()]), "the arguments of 'f' must be plain JSON values"),
     ],
     ids=["code", "arguments"],
 )

@@ -45,7 +45,7 @@ def test_output_is_limited_and_what_fits_is_kept() -> None:
         ({"timeout_s": -1}, "timeout_s must be a positive number of seconds; got -1"),
         ({"timeout_s": float("inf")}, "timeout_s must be a positive number"),
         ({"level": "some"}, "level must be 'full', 'reduced' or 'none'; got 'some'"),
-        ({"level": "none"}, "say allow_unsafe=True as well"),
+        ({"level": "none"}, "pass allow_unsafe=True as well"),
         ({"warm": -1}, "warm must be a whole number of at least 0; got -1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

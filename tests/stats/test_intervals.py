@@ -164,7 +164,7 @@ def test_bounds_that_are_known_count_and_a_score_outside_of_them_is_refused() ->
     known = stats.mean_interval([1.1] * 20, bounds=(0, 1.1))
     assert known.high == pytest.approx(1.1)
     assert known.low == pytest.approx(1.1 * (stats.mean_interval([1] * 20).low or 0.0))
-    with pytest.raises(ValueError, match=r"a score of 2.0 lies outside bounds=\(0, 1\)"):
+    with pytest.raises(ValueError, match=r"a score of 2.0 is outside bounds=\(0, 1\)"):
         stats.mean_interval([1, 2], bounds=(0, 1))
     with pytest.raises(ValueError, match="the smaller first"):
         stats.mean_interval([1, 2], bounds=(3, 0))

@@ -108,11 +108,11 @@ def test_advice_from_two_runs_of_16_rollouts_holds_for_any_number_of_rollouts() 
 
 
 def test_two_runs_that_cannot_tell_how_scores_vary_say_so() -> None:
-    with pytest.raises(ValueError, match="share 1 scored examples; it takes two"):
+    with pytest.raises(ValueError, match="share 1 scored examples; at least two"):
         stats.examples_to_compare(0.1, {1: 1, 2: None}, {1: 0, 2: 1})
     with pytest.raises(ValueError, match="differ by the same amount on every example"):
         stats.examples_to_compare(0.1, {1: 1, 2: 1}, {1: 0, 2: 0})
-    with pytest.raises(ValueError, match="some examples were run once"):
+    with pytest.raises(ValueError, match="some examples have one rollout"):
         stats.examples_to_compare(0.1, {1: [1, 0], 2: [1]}, {1: [0, 1], 2: [1, 1]})
 
 
@@ -169,21 +169,21 @@ def test_the_spread_of_a_comparison_plans_the_next_one() -> None:
     [
         ({"resolution": 0, "sd": 1}, "resolution=0 must be a positive number"),
         ({"resolution": math.nan, "sd": 1}, "resolution=nan must be a positive number"),
-        ({"resolution": 0.1}, "give one of mean, sd, values and difference_sd"),
-        ({"resolution": 0.1, "sd": 1, "values": [1, 0]}, "give one of mean, sd, values and difference_sd"),
+        ({"resolution": 0.1}, "pass exactly one of mean, sd, values and difference_sd"),
+        ({"resolution": 0.1, "sd": 1, "values": [1, 0]}, "pass exactly one of mean, sd, values and difference_sd"),
         ({"resolution": 0.1, "sd": 0}, "sd=0 must be a positive number"),
         ({"resolution": 0.1, "difference_sd": -1}, "difference_sd=-1 must be a positive number"),
-        ({"resolution": 0.1, "values": [1, 1, None]}, "the 2 scores of 2 examples show no spread; give sd"),
-        ({"resolution": 0.1, "values": [1, 0], "clusters": "aa"}, "the 2 scores of 1 examples show no spread"),
+        ({"resolution": 0.1, "values": [1, 1, None]}, "the 2 scores of 2 examples do not vary; pass sd"),
+        ({"resolution": 0.1, "values": [1, 0], "clusters": "aa"}, "the 2 scores of 1 examples do not vary"),
         ({"resolution": 0.1, "values": [1, math.nan]}, r"values\[1\] is nan"),
         ({"resolution": 0.1, "sd": 1, "power": 0.8}, "needs either difference_sd"),
-        ({"resolution": 0.1, "sd": 1, "power": 80, "correlation": 0}, "power=80 must lie between 0 and 1"),
+        ({"resolution": 0.1, "sd": 1, "power": 80, "correlation": 0}, "power=80 must be between 0 and 1"),
         ({"resolution": 0.1, "difference_sd": 1, "correlation": 0.5}, "needs either difference_sd"),
-        ({"resolution": 0.1, "sd": 1, "correlation": 1}, "must lie between -1 and 1"),
-        ({"resolution": 0.1, "sd": 0.5, "within_sd": 0.4, "correlation": 0.5}, r"must lie between -1 and 0\.36"),
+        ({"resolution": 0.1, "sd": 1, "correlation": 1}, "must be between -1 and 1"),
+        ({"resolution": 0.1, "sd": 0.5, "within_sd": 0.4, "correlation": 0.5}, r"must be between -1 and 0\.36"),
         ({"resolution": 0.1, "sd": 1, "rollouts_per_example": 0}, "rollouts_per_example=0 must be 1 or more"),
         ({"resolution": 0.1, "sd": 1, "rollouts_per_example": 4}, "rollouts_per_example=4 needs within_sd"),
-        ({"resolution": 0.1, "sd": 1, "within_sd": 2, "rollouts_per_example": 4}, "is more than all of it"),
+        ({"resolution": 0.1, "sd": 1, "within_sd": 2, "rollouts_per_example": 4}, "is larger than the total"),
         ({"resolution": 0.1, "sd": 1, "level": 95}, "write 0.95 for 95%"),
     ],
 )

@@ -66,7 +66,7 @@ def test_it_takes_about_twice_as_many_examples_as_a_number_fixed_in_advance() ->
 def test_bounds_scale_it_and_a_score_outside_of_them_is_refused() -> None:
     plain, scaled = sequence_of([1, 0, 1, 1] * 10), sequence_of([11, -9, 11, 11] * 10, until=2.0, bounds=(-9, 11))
     assert scaled.range() == pytest.approx(tuple(20 * end - 9 for end in plain.range()))
-    with pytest.raises(ValueError, match=r"a score of 1\.5 lies outside the bounds 0 to 1"):
+    with pytest.raises(ValueError, match=r"a score of 1\.5 is outside the bounds 0 to 1"):
         plain.add(1.5)
 
 

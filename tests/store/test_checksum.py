@@ -92,7 +92,7 @@ def test_a_flipped_bit_costs_one_rollout_which_is_run_again_on_resume(
     (path / "results.jsonl").write_bytes(b"".join(lines))
     with caplog.at_level(logging.WARNING):
         results = evaluate(path, "again", resume=True)
-    assert "1 damaged line(s) were moved to damaged.txt; their rollouts are run again" in caplog.text
+    assert "1 damaged line(s) were moved to damaged.txt; their rollouts will be rerun" in caplog.text
     said = {state["example_id"]: state["completion"][0]["content"] for state in results.rollouts}
     assert said == {i: "again" if i == broken else "first" for i in range(6)}
     assert (path / "damaged.txt").read_bytes() == lines[3]

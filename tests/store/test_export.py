@@ -152,7 +152,7 @@ def test_dpo_pairs_the_best_with_the_worst_of_one_prompt(make_record: Make) -> N
     every = to_dpo(records, max_pairs_per_example=None)
     assert [(p["chosen_reward"], p["rejected_reward"]) for p in every] == [(1.0, 0.0), (1.0, 0.5), (0.5, 0.0)]
     assert len(to_dpo(records, min_margin=0.6, max_pairs_per_example=None)) == 1
-    with pytest.raises(ValueError, match="must be the better one"):
+    with pytest.raises(ValueError, match="chosen rollout is the better one"):
         to_dpo(records, min_margin=-1)
 
 
@@ -207,7 +207,7 @@ def test_content_parts_are_exported_as_they_are(make_record: Make) -> None:
 
 def test_rollouts_that_call_tools_nobody_wrote_down_are_exported_with_a_warning(make_record: Make) -> None:
     with pytest.warns(
-        UserWarning, match="1 rollouts call tools and do not say which tools were on offer .*older version"
+        UserWarning, match="1 rollouts call tools but do not say which tools were available .*older version"
     ):
         (row,) = to_sft([make_record(completion=calling("{}"))])
     assert "tools" not in row

@@ -50,7 +50,7 @@ def test_a_torn_line_is_reported(run: RunDir, make_record: Make, caplog: pytest.
     run.results_path.write_bytes(encode(make_record(1)) + b'{"example_id"')
     with caplog.at_level(logging.WARNING):
         run.compact()
-    assert "torn last line (13 bytes)" in caplog.text
+    assert "incomplete last line (13 bytes)" in caplog.text
 
 
 def test_failed_rollouts_are_moved_to_the_attempts_and_are_not_finished(run: RunDir) -> None:

@@ -99,12 +99,12 @@ def test_every_difference_is_named_with_both_values(run: RunDir, config: dict[st
     assert "made with sampling_args.temperature=0.7, you ask for 1.0" in message
     assert "made with sampling_args.top_p=None, you ask for 0.9" in message
     assert "made with env_id='sums', you ask for 'products'" in message
-    assert "use the same or start a new run directory" in message
+    assert "use the same settings or a new run directory" in message
 
 
 def test_a_run_that_does_not_say_how_it_was_made_is_not_continued(run: RunDir) -> None:
     run.metadata_path.write_bytes(b'{"env_id": "sums", "model": "m"}')
-    with pytest.raises(ValueError, match="does not say how this run was made"):
+    with pytest.raises(ValueError, match="does not contain the run's config"):
         run.check_same({})
 
 

@@ -604,7 +604,7 @@ def test_an_old_run_without_its_tools_says_so_and_takes_those_of_its_environment
     old = [
         {name: value for name, value in row.items() if name != "oai_tools"} for row in read_records(tmp_path / "run")
     ]
-    with pytest.warns(UserWarning, match="1 rollouts call tools and do not say which tools were on offer .*pass env="):
+    with pytest.warns(UserWarning, match="1 rollouts call tools but do not say which tools were available .*pass env="):
         (without,) = read_samples(old, tokenizer).samples
     assert "<tools>" not in tokenizer.decode(without.prompt_ids)
     env = vf.ToolEnv(tools=[add], dataset=[{"question": "2 + 3?"}], rubric=vf.Rubric([lambda: 1.0]))

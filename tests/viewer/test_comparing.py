@@ -28,7 +28,7 @@ def test_two_environments_get_no_verdict_even_if_they_ask_the_same(ask, make_run
     assert found["verdict"] == "No verdict"
     assert found["figures"]["p_value"] is None
     assert found["refusal"] == (
-        "A is a run of gsm8k and B one of gsm8k-strict, and rewards of two environments do not mean the same"
+        "A is a run of gsm8k and B of gsm8k-strict; rewards of different environments are not comparable"
     )
 
 
@@ -38,7 +38,7 @@ def test_the_refusal_is_that_of_the_one_comparison_procedure():
         for example in range(8):
             side.ask(example, f"question {example}")
             side.score("reward", example, float(side is a))
-    assert compare_sides(a, b).refusal.startswith("A is a run of one and B one of two")
+    assert compare_sides(a, b).refusal.startswith("A is a run of one and B of two")
     assert compare_sides(a, b, paired=False).refusal is None, "as two samples they may be compared"
     for a.env_id, b.env_id in (("one", None), ("my_env", "my-env")):  # earlier versions kept an id as it was typed
         assert compare_sides(a, b).refusal is None
@@ -111,12 +111,12 @@ def test_among_several_runs_only_those_of_the_same_questions_get_a_verdict(ask, 
     found = ask("compare", runs=",".join(run_id_of(run.path) for run in runs))
     assert found["rows"][1]["against_first"]["verdict"] == "better"
     assert (found["rows"][2]["against_first"]["verdict"], found["rows"][2]["against_first"]["p_value"]) == (None, None)
-    assert "two environments" in found["rows"][2]["refusal"]
+    assert "different environments" in found["rows"][2]["refusal"]
 
 
 @pytest.mark.parametrize(
     ("runs", "words"),
-    [("", "from 2 to 8 runs"), ("a", "from 2 to 8 runs"), (",".join("abcdefghi"), "from 2 to 8 runs")],
+    [("", "2 to 8 runs"), ("a", "2 to 8 runs"), (",".join("abcdefghi"), "2 to 8 runs")],
 )
 def test_too_few_or_too_many_runs_are_refused_in_one_sentence(ask, runs, words):
     assert words in ask("compare", runs=runs, code=400)["problem"]
@@ -126,8 +126,8 @@ def test_rollouts_of_trainings_are_never_pooled_into_a_verdict(ask, root, make_r
     a, b = (run_id_of(making.train(root, steps=20, name=name)) for name in ("a", "b"))
     evaluation = run_id_of(make_run(make_record()).path)
     for path in (f"compare/{a}/{b}", f"compare/{a}/{evaluation}"):
-        assert "another policy at each step" in ask(path, code=400)["problem"]
-    assert "another policy at each step" in ask("compare", runs=f"{a},{evaluation}", code=400)["problem"]
+        assert "a different policy at each step" in ask(path, code=400)["problem"]
+    assert "a different policy at each step" in ask("compare", runs=f"{a},{evaluation}", code=400)["problem"]
 
 
 # --- the axes of curves ---------------------------------------------------------------------------------------------

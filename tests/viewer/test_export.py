@@ -41,12 +41,12 @@ def test_a_large_run_is_cut_and_says_so_but_its_figures_are_whole(make_run, make
     data = json.loads(embedded)
     [run] = data["runs"]
     assert len(data["rollouts"][run["id"]]) == 3
-    assert run["notices"] == ["this file holds the first 3 of 10 rollouts; figures are over all"]
+    assert run["notices"] == ["this file has the first 3 of 10 rollouts; metrics are over all"]
     assert data["figures"][run["id"]]["figures"][0]["n"] == 10
 
 
 def test_nothing_to_export_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="there is no run to export; name one: vf view PATH"):
+    with pytest.raises(ValueError, match="there is no run to export; pass one: vf view PATH"):
         export_html(Library([tmp_path]), tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
 

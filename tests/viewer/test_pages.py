@@ -134,7 +134,7 @@ def test_two_environments_are_shown_side_by_side_without_a_verdict_or_a_differen
     one = evaluations(folder)[0]
     other = address_of(folder, "evals", "explain--*", "*")
     open_page(page, server, f"#/compare/{one}/{other}", ".notice-line")
-    assert "rewards of two environments do not mean the same" in text(page, ".notice-line")
+    assert "rewards of different environments are not comparable" in text(page, ".notice-line")
     tiles = text(page, ".tiles")
     assert "No verdict" in tiles
     shown = text(page, "main")

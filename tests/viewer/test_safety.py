@@ -36,7 +36,7 @@ def test_only_names_of_this_machine_are_answered(host, bound, is_own):
 def test_a_name_that_was_rebound_to_this_machine_gets_nothing(ask):
     for path in ("/", "/api/runs", "/static/app.js"):
         status, _, body = ask.raw(path, headers={"Host": f"evil.example:{ask.server.port}"})
-        assert (status, b"answers to the address" in body) == (403, True)
+        assert (status, b"can only be used at the URL" in body) == (403, True)
 
 
 def test_a_page_of_another_site_gets_nothing(ask):

@@ -169,7 +169,7 @@ def test_two_runs_over_different_questions_get_no_verdict(ask, make_run, make_re
     b = make_run(*(make_record(i, reward=1.0, prompt=f"b{i}") for i in range(8)))
     found = ask(f"compare/{run_id_of(a.path)}/{run_id_of(b.path)}")
     assert (found["verdict"], found["figures"]["p_value"]) == ("No verdict", None)
-    assert "8 of the examples that share an id ask something else" in found["refusal"]
+    assert "8 of the examples with the same id ask something else" in found["refusal"]
 
 
 # --- live -----------------------------------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ def test_looking_changes_nothing_in_the_folder(ask, make_run, make_record, root)
 @pytest.mark.parametrize(
     ("path", "status", "words"),
     [
-        ("/rollouts?sort=nonsense", 400, "sort='nonsense' is none of number"),
+        ("/rollouts?sort=nonsense", 400, "sort='nonsense' must be one of number"),
         ("/rollouts?sort=metric:none", 400, "there is no metric 'none'"),
         ("/rollouts?start=-1", 400, "start='-1' is not a whole number"),
         ("/rollouts?low=abc", 400, "low='abc' is not a number"),
-        ("/rollouts?status=odd", 400, "status='odd' is none of scored, ok, failed, policy error"),
-        ("/rollouts/99", 404, "this run has 1 rollouts, and so no number 99"),
+        ("/rollouts?status=odd", 400, "status='odd' must be one of scored, ok, failed, policy error"),
+        ("/rollouts/99", 404, "this run has 1 rollouts, but no number 99"),
         ("/rollouts/x", 400, "'x' is not the number of a rollout"),
         ("/group?example=[1]", 400, "example= must be an example id as JSON"),
     ],

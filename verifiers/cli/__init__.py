@@ -1,1 +1,1 @@
-"""The program ``vf``: each command reads its arguments into a configuration and makes one call."""
+"""The ``vf`` program: each command reads its arguments and makes one call into the library."""

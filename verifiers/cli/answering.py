@@ -1,4 +1,4 @@
-"""``-m`` and its companions → who answers: a fake, a model in this process, or an endpoint."""
+"""Finds the model for ``-m`` and related options: a fake, a model in this process, or an endpoint."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ BUNDLED = "smollm2"
 LOCAL = ("local", BUNDLED)
 FAKE_REPLY = "This is the fake model, which says this whatever it is asked. \\boxed{42}"
 FIRST_LOOK = (
-    "no model was named, so each reply is the same text; for a real one: -m smollm2 in this process, -b URL for your "
-    "own server, or a key in OPENAI_API_KEY"
+    "no model was given, so each reply is the same text; for a real model use -m smollm2 in this process, -b URL for "
+    "your own server, or a key in OPENAI_API_KEY"
 )
 LOCAL_EXTRA = "a model in this process needs more packages: pip install 'verifiers[local]'"
 OFFER = (
-    "give -m a model and put its key into {key}, name your own server with -b URL, run a real model in this process "
-    "with -m smollm2, or have a first look with -m fake"
+    "pass -m a model and put its key into {key}, use your own server with -b URL, run a real model in this process "
+    "with -m smollm2, or try it out with -m fake"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What the flags say about who is to answer."""
+    """The model and endpoint settings from the options."""
 
     model: str | None = None
     api_key_var: str | None = None
@@ -55,12 +55,13 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.api_key_var is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_var):
-            raise click.UsageError("-k takes the name of an environment variable, never the key itself")  # nor shows it
+            # The value is not shown, because it may be a key.
+            raise click.UsageError("-k takes the name of an environment variable, not the key itself")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Who answers: the model's name, where it is in words, how to get its client and how to be done with it."""
+    """A model: its name, a description of where it runs, and functions that open and close its client."""
 
     model: str
     where: str
@@ -69,10 +70,10 @@ class Found:
 
 
 def find_model(wanted: Wanted) -> Found:
-    """The registry's name first, then the fake, then a local model, then a model of an endpoint."""
+    """Look for the model in the registry first, then try the fake, a local model, and an endpoint."""
     if wanted.api_base_url is not None:
         if wanted.model is None:
-            raise click.UsageError("-b names a server; name the model on it too, with -m")
+            raise click.UsageError("-b is the URL of a server; also name the model on it, with -m")
         return _from_endpoint(wanted.model, wanted)
     endpoints = _endpoints(wanted.endpoints_path)
     if _is_first_look(wanted, endpoints):
@@ -92,7 +93,7 @@ def find_model(wanted: Wanted) -> Found:
 
 
 def _is_first_look(wanted: Wanted, endpoints: Mapping[str, Any]) -> bool:
-    """``vf eval arithmetic`` typed by a person who has set up nothing yet; in a script it stays an error."""
+    """Whether ``vf eval ENV`` was typed in a terminal with no model or endpoint configured; in a script, an error."""
     is_typed = sys.stdin.isatty() and sys.stderr.isatty()
     is_set_up = endpoints or any(os.environ.get(name) for name in (DEFAULT_KEY, "OPENAI_BASE_URL"))
     return is_typed and wanted.model is None and wanted.api_key_var is None and not is_set_up
@@ -105,14 +106,14 @@ def _fake() -> Any:
 
 
 def is_local_model(name: str) -> bool:
-    """Is this a model to load here: the bundled one, a folder, a GGUF file, or ``org/name`` of the hub?
+    """Whether this is a model to load here: the bundled one, a folder, a GGUF file, or ``org/name`` on the hub.
 
     >>> [is_local_model(name) for name in ("local", "model.gguf", "./folder", "Qwen/Qwen3-0.6B", "gpt-5-mini")]
     [True, True, True, True, False]
     """
     if name in LOCAL or _is_path(name):
         return True
-    # Where OPENAI_BASE_URL names an endpoint, org/name is a model there.
+    # If OPENAI_BASE_URL is set, org/name is a model at that endpoint.
     return "/" in name and not os.environ.get("OPENAI_BASE_URL")
 
 
@@ -121,14 +122,14 @@ def _is_path(name: str) -> bool:
 
 
 def check_local(name: str) -> None:
-    """Before anything is loaded: is what was named there, and is what it needs installed?"""
+    """Check that a local model exists and that its packages are installed, before anything is loaded."""
     if _is_path(name) and not Path(name).expanduser().exists():
         raise click.UsageError(f"there is no model at {name}")
     check_extra()
 
 
 def check_extra() -> None:
-    """Is what a model in this process needs installed?"""
+    """Check that the packages for a model in this process are installed."""
     if any(importlib.util.find_spec(package) is None for package in ("torch", "transformers")):
         raise click.ClickException(LOCAL_EXTRA)
 
@@ -139,7 +140,7 @@ def _load_said(name: str) -> LocalModel:
 
 
 def load_local(name: str, /, **settings: Any) -> LocalModel:
-    """Load a model into this process; whatever is wrong with it is one sentence."""
+    """Load a model into this process; any failure is an error of one sentence."""
     from verifiers.errors import Error
 
     name = BUNDLED if name in LOCAL else name
@@ -161,7 +162,7 @@ def _endpoints(path: str | None) -> Mapping[str, Any]:
     if path is None and not any(Path(DEFAULT_ENDPOINTS, file).is_file() for file in ("endpoints.toml", "endpoints.py")):
         return {}
     if path is not None and not Path(path).exists():
-        raise click.UsageError(f"-e {path}: there is no such file or folder")
+        raise click.UsageError(f"-e {path}: no such file or folder")
     try:
         return load_endpoints(path or DEFAULT_ENDPOINTS)
     except ValueError as error:
@@ -195,7 +196,7 @@ def _from_endpoint(name: str, wanted: Wanted, *, known: Sequence[str] = ()) -> F
     default_url = os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
     url = wanted.api_base_url or default_url
     key_var = wanted.api_key_var or DEFAULT_KEY
-    # Without -k the key of OpenAI goes to OpenAI, or where OPENAI_BASE_URL says, and to no other server.
+    # Without -k, OpenAI's key is sent only to OpenAI or to OPENAI_BASE_URL, never to another server.
     may_send = wanted.api_key_var is not None or is_openai(url) or url == default_url
     key = (os.environ.get(key_var) or None) if may_send else None
     if key is None and (is_openai(url) or (wanted.api_key_var is not None and not is_local(url))):
@@ -216,10 +217,10 @@ def _from_endpoint(name: str, wanted: Wanted, *, known: Sequence[str] = ()) -> F
 
 def _no_key(name: str, wanted: Wanted, url: str, key_var: str, known: Sequence[str]) -> str:
     if wanted.model is None:
-        return f"no model was named and {key_var} is not set: {OFFER.format(key=key_var)}"
+        return f"no model was given and {key_var} is not set: {OFFER.format(key=key_var)}"
     close = difflib.get_close_matches(name, known, n=2)
     hint = f"did you mean {' or '.join(f'-m {one}' for one in close)}? Otherwise " if close else ""
-    return f"{name!r} at {_shown(url)} needs a key and {key_var} is not set: {hint}{OFFER.format(key=key_var)}"
+    return f"{name!r} at {_shown(url)} needs a key, but {key_var} is not set: {hint}{OFFER.format(key=key_var)}"
 
 
 def _shown(url: str) -> str:

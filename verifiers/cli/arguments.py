@@ -1,4 +1,4 @@
-"""Texts of a command line → values: JSON objects, headers, lists of names; and the command that would say it again."""
+"""Parses command-line values (JSON objects, headers, lists of names), and writes the command line for given values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN_CHARS = 72
 
 
 def read_json(ctx: click.Context, param: click.Parameter, text: str | None) -> dict[str, Any] | None:
-    """A JSON object; a mistake is shown where it is."""
+    """A JSON object; an error shows its place."""
     if text is None:
         return None
     try:
@@ -31,7 +31,7 @@ def read_json(ctx: click.Context, param: click.Parameter, text: str | None) -> d
 
 
 def point_at(error: json.JSONDecodeError) -> str:
-    """The mistake in words, and under the line it is in a mark at its place.
+    """The error message, the line of the error, and a mark under its column.
 
     >>> try: json.loads('{"a" 1}')
     ... except json.JSONDecodeError as error: print(point_at(error))
@@ -47,25 +47,26 @@ def point_at(error: json.JSONDecodeError) -> str:
 
 
 def read_headers(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    """``Name: Value`` each."""
+    """Headers of the form ``Name: Value``."""
     headers = {}
     for text in texts:
         name, colon, value = text.partition(":")
         if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name.strip()):
-            raise click.BadParameter("a header looks like 'Name: Value'", ctx, param)  # not shown: it may be a key
+            # The header itself is not shown, because it may be a key.
+            raise click.BadParameter("a header must have the form 'Name: Value'", ctx, param)
         headers[name.strip()] = value.strip()
     return headers
 
 
 def read_count(ctx: click.Context, param: click.Parameter, number: int | None) -> int | None:
-    """So many, or -1 for all."""
+    """A positive count, or -1 for all."""
     if number is not None and (number == 0 or number < -1):
         raise click.BadParameter(f"it must be 1 or more, or -1 for no limit, not {number}", ctx, param)
     return number
 
 
 def read_names(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
-    """Names with commas between them."""
+    """Names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -83,7 +84,7 @@ def read_half_width(ctx: click.Context, param: click.Parameter, given: Any) -> f
 
 
 def read_range(ctx: click.Context, param: click.Parameter, given: str | None) -> str | None:
-    """Two numbers with a comma between, the smaller first."""
+    """Two numbers separated by a comma, the smaller first."""
     if given is None:
         return None
     try:
@@ -96,7 +97,7 @@ def read_range(ctx: click.Context, param: click.Parameter, given: str | None) ->
 
 
 def given_values(ctx: click.Context) -> dict[str, Any]:
-    """What was said on the command line, without what is only a default."""
+    """The values given on the command line, without defaults."""
     return {
         name: value
         for name, value in ctx.params.items()
@@ -105,7 +106,7 @@ def given_values(ctx: click.Context) -> dict[str, Any]:
 
 
 def command_line(ctx: click.Context, given: Mapping[str, Any], *, without: Sequence[str] = (), **changes: str) -> str:
-    """The command that says these values, with secrets hidden and some options changed: one that a person can paste."""
+    """The command line for these values with some options changed and secrets masked, to be copied by the user."""
     words = ctx.command_path.split()
     for param in ctx.command.params:
         name = param.name or ""
@@ -122,7 +123,7 @@ def _words(param: click.Parameter, value: Any) -> list[str]:
     flag = param.opts[0]
     if isinstance(param, click.Option) and param.is_flag:
         return [flag] if value else param.secondary_opts[:1]
-    if param.multiple and isinstance(value, dict):  # headers: most of those that are given by hand are keys
+    if param.multiple and isinstance(value, dict):  # headers, which are usually keys
         return [word for name in value for word in (flag, f"{name}: ***")]
     if isinstance(value, dict):
         return [flag, json.dumps(without_secrets(value), ensure_ascii=False)]

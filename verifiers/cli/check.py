@@ -1,4 +1,4 @@
-"""``vf check``: an environment → a table of verdicts, and an exit code that says whether one of them is bad."""
+"""``vf check``: checks an environment, prints a table of verdicts, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from verifiers.checks import Report
 
 
-@click.command("check", short_help="Prove an environment before anyone pays for a run.")
+@click.command("check", short_help="Check an environment before paying for a run.")
 @click.argument("env_ids", metavar="ENV...", nargs=-1, required=True, shell_complete=complete_environments)
 @click.option(
     "-a", "--env-args", metavar="JSON", callback=read_json, default="{}", help="Arguments of load_environment()."
@@ -39,14 +39,14 @@ def check(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Check ENV, an installed environment, one in ./environments, or a folder. No model is asked.
+    """Check ENV: an installed environment, one in ./environments, or a folder. No model is called.
 
     \b
     vf check arithmetic
     vf check ./environments/my_env -a '{"difficulty": "hard"}'
     vf check arithmetic gsm8k --strict --json
 
-    Exit codes: 0 nothing failed, 1 something did, 2 wrong usage.
+    Exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage.
     """
     reports = []
     with told(verbose):
@@ -78,7 +78,7 @@ def _check(env_id: str, folder: str, env_args: dict[str, Any], num_examples: int
 
 
 def describe(report: Report) -> list[str]:
-    """The verdicts as a table, and a last line that counts them."""
+    """The verdicts as a table, and a last line with their counts."""
     width = max(len(verdict.name) for verdict in report.verdicts)
     lines = [heading(report.env_id)]
     for verdict in report.verdicts:

@@ -1,4 +1,4 @@
-"""``vf compare A B``: two runs → what changed, by how much, and how sure that is."""
+"""``vf compare A B``: the differences between two runs, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ REFUSED = 1
 @click.command("compare", short_help="Compare two runs on the same examples.")
 @click.argument("a", type=RUN)
 @click.argument("b", type=RUN)
-@click.option("--metric", metavar="NAME", help="The one metric to give a verdict on, chosen beforehand (default: all).")
-@click.option("--margin", type=click.FloatRange(min=0), metavar="X", help="Ask whether B is worse by no more than X.")
-@click.option("--unpaired", is_flag=True, help="Compare as two samples: the runs have different questions.")
-@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Of the intervals.")
-@click.option("--show", type=click.IntRange(min=0), default=5, show_default=True, metavar="N", help="Examples to name.")
+@click.option("--metric", metavar="NAME", help="The only metric to test, if chosen beforehand (default: all).")
+@click.option("--margin", type=click.FloatRange(min=0), metavar="X", help="Test whether B is worse by less than X.")
+@click.option("--unpaired", is_flag=True, help="Compare as two samples, for runs with different questions.")
+@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Confidence level.")
+@click.option("--show", type=click.IntRange(min=0), default=5, show_default=True, metavar="N", help="Examples to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 @click.pass_context
 def compare(
@@ -49,9 +49,9 @@ def compare(
     vf compare outputs/evals/gsm8k--small/1a2b3c4d outputs/evals/gsm8k--large/5e6f7a8b
     vf compare 1a2b 5e6f --metric has_box --json
     vf compare 1a2b 5e6f --margin 0.02              is B worse by less than 0.02?
-    vf compare 1a2b 9c8d --unpaired                 other questions: two samples
+    vf compare 1a2b 9c8d --unpaired                 different questions: two samples
 
-    A run is a folder, the start of its id, or last. Exit codes: 0 compared, 1 these runs cannot be compared (no example
+    A run is a folder, the start of its id, or last. Exit codes: 0 compared, 1 the runs cannot be compared (no example
     was scored in both, or their questions differ).
     """
     from verifiers.store.comparing import compare_sides
@@ -98,7 +98,7 @@ def _as_data(
     }
 
 
-# --- in words -----------------------------------------------------------------------------------------------------
+# --- as text ------------------------------------------------------------------------------------------------------
 
 
 def _describe(
@@ -129,7 +129,7 @@ def _describe(
 
 
 def _aggregate_lines(runs: Sequence[RunDir], about: Sequence[dict[str, Any]]) -> list[str]:
-    """Aggregate metrics, where both runs have them: each with its interval, and their paired difference."""
+    """The aggregate metrics of both runs, with the interval of their paired difference."""
     found = compare_aggregates(runs, about)
     rows = []
     for name, (a, b, difference) in found.items():
@@ -143,7 +143,7 @@ def _aggregate_lines(runs: Sequence[RunDir], about: Sequence[dict[str, Any]]) ->
 def compare_aggregates(
     runs: Sequence[RunDir], about: Sequence[dict[str, Any]]
 ) -> dict[str, tuple[Aggregate, Aggregate, Aggregate]]:
-    """A's, B's and the difference of each aggregate metric; the environment's own code makes them."""
+    """Each aggregate metric of A, of B, and its difference, computed with the environment's own code."""
     from verifiers import stats
     from verifiers.cli.environments import FOLDER
     from verifiers.cli.rescore import environment_of
@@ -192,9 +192,9 @@ def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _scored(about: Mapping[str, Any]) -> str:
     config = about.get("config")
     if not isinstance(config, dict) or not config.get("rescored_from"):
-        return "as it was played"
+        return "when it was run"
     by = f", by {config['rubric']}" if config.get("rubric") else ""
-    return f"anew{by}{', the answers of the data set' if config.get('dataset_answers') else ''}"
+    return f"again{by}{', with answers of the data set' if config.get('dataset_answers') else ''}"
 
 
 def _metric_table(found: Mapping[str, Comparison]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``[tool.verifiers.eval]`` of an environment's own pyproject.toml → defaults for ``vf eval``."""
+"""Defaults for ``vf eval`` from ``[tool.verifiers.eval]`` in an environment's pyproject.toml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifiers.envs.projects import find_pyproject, read_pyproject
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What is meant where the command line does not say."""
+    """The values of options that are not on the command line."""
 
     num_examples: int = 5
     rollouts_per_example: int = 3
@@ -27,12 +27,12 @@ class Defaults:
 
 
 def read_defaults(name: str) -> Defaults:
-    """The defaults of an environment that has been loaded under this name; ours where it has none."""
+    """The defaults of the loaded environment of this name; the general ones for those it does not set."""
     path = find_pyproject(name.replace("-", "_"))
     if path is None:
         return Defaults()
     table = read_pyproject(path).get("tool", {}).get("verifiers", {}).get("eval", {})
     known = {field.name for field in fields(Defaults)}
     if unknown := sorted(set(table) - known):
-        warnings.warn(f"{path}: [tool.verifiers.eval] has unknown {unknown}; it can have {sorted(known)}", stacklevel=2)
+        warnings.warn(f"{path}: unknown keys {unknown} in [tool.verifiers.eval]; use {sorted(known)}", stacklevel=2)
     return Defaults(**{key: value for key, value in table.items() if key in known})

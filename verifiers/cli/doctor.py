@@ -1,4 +1,4 @@
-"""``vf doctor``: what is installed and what this machine has → what works here, how fast, and what to run next."""
+"""``vf doctor``: shows what is installed, what this machine can do and how fast, and what to run next."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from verifiers.packages import list_environments
 
 PROBE_TIMEOUT_S = 120
 CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-NOT_SHOWN = ("classic", "dev", "docs")  # made of others, or for those who work on this library
+NOT_SHOWN = ("classic", "dev", "docs")  # extras that combine others, or are for developing this library
 PROGRAMS = ("git", "uv")
 COMPILED = "there: models on the CPU are run in C, and small ones trained"
-NOT_COMPILED = "none: with cc, gcc or clang, models on the CPU would be run in C, which is quicker"
+NOT_COMPILED = "none: with cc, gcc or clang, models on the CPU would run in C, which is faster"
 KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
 
 
 @click.command("doctor", short_help="Show what is installed and what this machine can do.")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
-@click.option("--no-probe", is_flag=True, help="Leave out what takes a few seconds: torch, measuring, the sandbox.")
+@click.option("--no-probe", is_flag=True, help="Skip what takes a few seconds: torch, measurements, the sandbox.")
 def doctor(model: str | None, as_json: bool, no_probe: bool) -> None:
     """Show what is installed, what this machine can do, and what to run next.
 
@@ -49,7 +49,7 @@ def doctor(model: str | None, as_json: bool, no_probe: bool) -> None:
 
 
 def examine(*, with_probe: bool = True) -> dict[str, Any]:
-    """Everything ``vf doctor`` knows, as plain data."""
+    """The whole report of ``vf doctor``, as plain data."""
     extras = read_extras()
     found: dict[str, Any] = {
         "verifiers": own_version(),
@@ -71,7 +71,7 @@ def examine(*, with_probe: bool = True) -> dict[str, Any]:
 
 
 def examine_model(name: str) -> dict[str, Any]:
-    """How a model is run and trained on this machine, and why not in a quicker way, if so."""
+    """How a model is run and trained on this machine, and, if it is not the fastest way, why."""
     check_extra()
     try:
         from verifiers.engine.local_model import LocalModel
@@ -93,7 +93,7 @@ def examine_model(name: str) -> dict[str, Any]:
 
 
 def read_extras() -> dict[str, dict[str, str | None]]:
-    """Each extra of this package: its libraries, with the version of those that are installed."""
+    """The libraries of each extra of this package, with their installed version, or None."""
     extras: dict[str, dict[str, str | None]] = {}
     for extra, need in _needs():
         name = re.match(r"[\w.-]+", need)
@@ -103,7 +103,7 @@ def read_extras() -> dict[str, dict[str, str | None]]:
 
 
 def _needs() -> Iterator[tuple[str, str]]:
-    """Pairs of an extra and a requirement, as installed; from pyproject.toml where the source tree is used as it is."""
+    """Pairs (extra, requirement) of the installed package, or from pyproject.toml in an uninstalled source tree."""
     try:
         needs = importlib.metadata.requires("verifiers") or []
     except importlib.metadata.PackageNotFoundError:
@@ -126,7 +126,7 @@ def _version(package: str) -> str | None:
 
 
 def cpu_features() -> list[str]:
-    """Of what matters to a model's arithmetic, what this processor has."""
+    """The features of this processor that matter for a model's arithmetic."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -137,7 +137,7 @@ def cpu_features() -> list[str]:
 
 
 def memory_bytes() -> dict[str, int | None]:
-    """The memory of the machine, and what is free of it."""
+    """The total and available memory of the machine."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
@@ -148,7 +148,7 @@ def memory_bytes() -> dict[str, int | None]:
 
 
 def sandbox_level() -> dict[str, Any]:
-    """How well model-written code is held here, found out by trying."""
+    """How well the sandbox isolates code here; it is tried out."""
     from verifiers.errors import Error
     from verifiers.sandbox import level
 
@@ -160,7 +160,7 @@ def sandbox_level() -> dict[str, Any]:
 
 
 def run_probe() -> dict[str, Any]:
-    """What torch can do here, measured in a process of its own; ``{"error": …}`` where it does not even start."""
+    """What torch can do here, measured in a separate process; ``{"error": …}`` if it does not start."""
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "verifiers.cli.probe"],
@@ -180,7 +180,7 @@ def run_probe() -> dict[str, Any]:
 
 def advise(found: dict[str, Any], *, has_torch: bool) -> list[str]:
     """Commands to run next, the easiest first."""
-    lines = ["vf eval arithmetic -m fake              a first look, with no model"]
+    lines = ["vf eval arithmetic -m fake              a trial run, without a model"]
     if has_torch and "error" not in (found["engine"] or {}):
         lines.append("vf eval capitals -m smollm2             a small real model in this process")
     else:
@@ -196,11 +196,11 @@ def advise(found: dict[str, Any], *, has_torch: bool) -> list[str]:
     return lines
 
 
-# --- in words -----------------------------------------------------------------------------------------------------
+# --- as text ------------------------------------------------------------------------------------------------------
 
 
 def describe(found: dict[str, Any]) -> list[str]:
-    """The same, to read."""
+    """The report as text."""
     memory = found["memory_bytes"]
     free = "" if memory["available"] is None else f", {_gib(memory['available'])} free"
     features = f" ({', '.join(found['cpu_features'])})" if found["cpu_features"] else ""
@@ -219,7 +219,7 @@ def describe(found: dict[str, Any]) -> list[str]:
 
 
 def _describe_extras(extras: dict[str, dict[str, str | None]]) -> list[str]:
-    """What is there once, whatever asks for it; of an extra that is there in part, what it lacks."""
+    """The installed libraries, the complete extras, and the missing extras (or libraries of incomplete ones)."""
     there = {name: version for libraries in extras.values() for name, version in libraries.items() if version}
     whole = [extra for extra, libraries in extras.items() if all(libraries.values())]
     lacking = []
@@ -238,9 +238,9 @@ def _describe_sandbox(sandbox: dict[str, Any] | None) -> str:
     if sandbox is None:
         return "not tried"
     words = {
-        "full": "full: model-written code is held in namespaces of its own",
-        "reduced": "reduced: model-written code is held, but less tightly than it could be",
-        "none": "none: model-written code cannot be held here, and is refused",
+        "full": "full: model-written code runs in its own namespaces",
+        "reduced": "reduced: model-written code is isolated, but less strictly than at the full level",
+        "none": "none: model-written code cannot be isolated here, and is refused",
     }
     reasons = f" ({'; '.join(sandbox['reasons'])})" if sandbox["reasons"] else ""
     return f"{words.get(sandbox['level'], sandbox['level'])}{reasons}"

@@ -1,4 +1,4 @@
-"""How a command ends before its time: signals that mean Ctrl-C, a reader of stderr that left, no disk, no memory."""
+"""Early ends of a command: signals, a closed stderr, a full disk, too little memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from verifiers.errors import Interrupted
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 SHOWN_CHARS = 500  # of a path
-_NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc")  # of torch, which raises RuntimeError
+_NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc")  # in torch's RuntimeErrors
 
 
 @contextmanager
 def told_by_signals(receive: Any = None) -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGHUP are what Ctrl-C is, unless they are ignored (``nohup``)."""
+    """Within this context, SIGTERM and SIGHUP act like Ctrl-C, unless they are ignored (``nohup``)."""
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in SIGNALS if is_main and signal.getsignal(number) is not signal.SIG_IGN]
     before = [(number, signal.signal(number, receive or _interrupt)) for number in taken]
@@ -38,7 +38,7 @@ def _interrupt(signum: int, _: object) -> None:
 
 
 def open_closed_streams() -> None:
-    """Streams that a caller closed (``>&-``) lead nowhere, and no file of a run is opened in the place of one."""
+    """Open standard streams that the caller closed (``>&-``) on /dev/null, so that no run file gets their number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
@@ -49,7 +49,7 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def steady_stderr() -> Iterator[None]:
-    """While this lasts, a reader of stderr that goes away costs what it would have read, and not the run."""
+    """Within this context, a closed stderr loses output but does not end the run."""
     from verifiers.progress import Enduring
 
     before = sys.stderr
@@ -62,7 +62,7 @@ def steady_stderr() -> Iterator[None]:
 
 @contextmanager
 def said_in_one_sentence() -> Iterator[None]:
-    """Errors of the machine rather than of a program: which file, and what the system says of it; or no memory."""
+    """Turn operating system errors and out-of-memory errors into messages of one sentence."""
     from verifiers.logs import printable
 
     try:
@@ -80,13 +80,14 @@ def said_in_one_sentence() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did the machine have too little memory, as Python or as torch says it?"""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
+    """Whether an error of Python or torch means that memory ran out."""
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY)
 
 
 def out_of_memory(error: BaseException) -> str:
     from verifiers.logs import printable
 
-    said = printable(str(error).strip().splitlines()[0][:200]) if str(error).strip() else ""
-    return f"there is too little memory{': ' + said if said else ''}; ask for less at once, or use a smaller model"
+    message = printable(str(error).strip().splitlines()[0][:200]) if str(error).strip() else ""
+    reason = f": {message}" if message else ""
+    return f"there is too little memory{reason}; run less at once, or use a smaller model"

@@ -1,4 +1,4 @@
-"""``vf env-serve``: an environment → an HTTP service that plays and scores its rollouts."""
+"""``vf env-serve``: serves an environment over HTTP, which runs and scores its rollouts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ ABOVE_0 = click.IntRange(min=1)
     "-a", "--env-args", metavar="JSON", callback=read_json, default="{}", help="Arguments of load_environment()."
 )
 @env_dir_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port to listen on.")
-@click.option("--api-key", metavar="KEY", help="The key callers must send; other users of this machine can see it.")
+@click.option(
+    "--api-key", metavar="KEY", help="The key that callers must send; other users of this machine can see it."
+)
 @click.option("--api-key-var", metavar="NAME", help="Environment variable with that key.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that callers may use (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
-@click.option("-c", "--max-concurrent", type=ABOVE_0, default=64, show_default=True, help="Rollouts at once.")
+@click.option("-c", "--max-concurrent", type=ABOVE_0, default=64, show_default=True, help="Concurrent rollouts.")
 @click.option(
     "--max-waiting", type=click.IntRange(min=0), default=1024, show_default=True, help="Rollouts that may wait."
 )
@@ -38,13 +40,13 @@ ABOVE_0 = click.IntRange(min=1)
     show_default=True,
     help="Seconds a rollout may take.",
 )
-@click.option("--max-body-mb", type=ABOVE_0, default=64, show_default=True, help="Megabytes of a request at most.")
+@click.option("--max-body-mb", type=ABOVE_0, default=64, show_default=True, help="Maximum megabytes of a request.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="Seconds that rollouts under way have when the server is stopped.",
+    help="Seconds for running rollouts to finish when the server is stopped.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
 def env_serve(
@@ -64,22 +66,22 @@ def env_serve(
     grace: float,
     verbose: bool,
 ) -> None:
-    """Serve ENV: any trainer plays its rollouts at http://HOST:PORT, by vf.RemoteEnv(URL) or vf eval URL.
+    """Serve ENV: trainers run its rollouts at http://HOST:PORT, with vf.RemoteEnv(URL) or vf eval URL.
 
-    The model is asked by the caller, who needs no port of its own. Ctrl-C or SIGTERM finishes what is under way.
+    The caller calls the model, and needs no open port. Ctrl-C or SIGTERM finishes running rollouts.
     """
     from verifiers.clients.hosts import is_loopback
 
     if api_key is not None and api_key_var is not None:
-        raise click.UsageError("--api-key and --api-key-var are the same thing; give one of them")
+        raise click.UsageError("--api-key and --api-key-var are the same setting; pass one of them")
     if api_key_var is not None:
         api_key = os.environ.get(api_key_var)
         if not api_key:
             raise click.UsageError(f"--api-key-var {api_key_var}: this environment variable is not set")
     if not is_loopback(host) and api_key is None and not insecure:
         raise click.UsageError(
-            f"--host {host} without a key lets whoever reaches it run the environment; give --api-key-var NAME, or "
-            "--insecure if that is meant"
+            f"--host {host} without a key lets anyone who can reach it run the environment; pass --api-key-var NAME, "
+            "or --insecure if that is intended"
         )
     check_port(host, port)
     setup_logging("INFO" if verbose else "WARNING")
@@ -95,7 +97,7 @@ def env_serve(
     try:
         serve(server, grace_s=grace, on_ready=lambda url: _say(env_id, url), on_stop=_say_stopping)
     except OSError as error:
-        raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
 
 
 def _say(env_id: str, url: str) -> None:
@@ -104,4 +106,4 @@ def _say(env_id: str, url: str) -> None:
 
 def _say_stopping(count: int) -> None:
     if count:
-        click.echo(f"stopping: {count} rollouts under way are finished; press Ctrl-C again to stop at once", err=True)
+        click.echo(f"stopping: finishing {count} running rollouts; press Ctrl-C again to stop at once", err=True)

@@ -1,4 +1,4 @@
-"""``ENV`` of a command line → the environment, or a sentence about what is wrong with it; and names to complete."""
+"""Loads the environment for ENV on the command line, or explains in one sentence what is wrong; completes names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "./environments"
 
 
 def complete_environments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The environments that could be meant: local ones by their folder, installed ones by their package."""
+    """Completions for an environment: local ones and installed ones, by their name."""
     from verifiers.packages import list_environments
 
     found = list_environments(ctx.params.get("env_dir_path") or FOLDER)
@@ -36,26 +36,26 @@ def env_dir_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_path(env_id: str, folder: str) -> tuple[str, str]:
-    """An environment's folder, as the shell completes it, is that environment; anything else is an id."""
+    """(id, parent folder) for the path of an environment's folder; anything else is an id in ``folder``."""
     path = Path(env_id)
     if _is_folder(env_id, path):
         return path.resolve().name, str(path.resolve().parent)
     if env_id.startswith(("/", "./", "../", "~")) or env_id.endswith(".py"):
         from verifiers.logs import printable
 
-        raise click.UsageError(printable(f"{env_id:.200} is no folder; name an environment, or the folder of one"))
+        raise click.UsageError(printable(f"{env_id:.200} is not a folder; pass an environment's name or its folder"))
     return env_id, folder
 
 
 def _is_folder(env_id: str, path: Path) -> bool:
     try:
         return ("/" in env_id or env_id == ".") and path.is_dir()
-    except (OSError, ValueError):  # too long for a path, or with a zero in it
+    except (OSError, ValueError):  # too long for a path, or with a null character
         return False
 
 
 def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool = False) -> Environment:
-    """Load an environment for a command; whatever goes wrong is one sentence."""
+    """Load an environment for a command; any failure is an error of one sentence."""
     from verifiers.envs import loading
 
     name, home = split_path(env_id, folder)
@@ -66,7 +66,7 @@ def load(env_id: str, folder: str, env_args: Mapping[str, Any], *, verbose: bool
 
 
 def explained(error: Exception, what: str, verbose: bool) -> click.ClickException:
-    """A sentence about an error: as it is where the library says it, with its place where foreign code raised it."""
+    """An error as one sentence: the message if the library raised it, with file and line if foreign code did."""
     from verifiers.cli.ending import is_out_of_memory, out_of_memory
     from verifiers.errors import Error
     from verifiers.logs import printable
@@ -76,8 +76,8 @@ def explained(error: Exception, what: str, verbose: bool) -> click.ClickExceptio
     if is_out_of_memory(error):
         return click.ClickException(f"{what}: {out_of_memory(error)}")
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        said = "; ".join([f"{error.filename}: {error.strerror}", *getattr(error, "__notes__", ())])
-        return click.ClickException(printable(f"{what}: {said}"))
+        reason = "; ".join([f"{error.filename}: {error.strerror}", *getattr(error, "__notes__", ())])
+        return click.ClickException(printable(f"{what}: {reason}"))
     place = traceback.extract_tb(error.__traceback__)[-1]
     library = Path(__file__).resolve().parents[1]
     if Path(place.filename).resolve().is_relative_to(library):
@@ -85,8 +85,8 @@ def explained(error: Exception, what: str, verbose: bool) -> click.ClickExceptio
             return click.UsageError(printable(str(error)))
         if isinstance(error, Error) or (isinstance(error, OSError) and error.errno is None):
             return click.ClickException(printable(f"{what}: {error}"))
-        if type(error) is ImportError:  # an extra that is missing: the sentence names the command
+        if type(error) is ImportError:  # a missing extra: the message contains the command to install it
             return click.ClickException(printable(f"{what}: {error}"))
     hint = "" if verbose else "; -v shows the traceback"
-    said = printable(f"{what}: {type(error).__name__}: {error}")
-    return click.ClickException(f"{said} ({place.filename}:{place.lineno}{hint})")
+    message = printable(f"{what}: {type(error).__name__}: {error}")
+    return click.ClickException(f"{message} ({place.filename}:{place.lineno}{hint})")

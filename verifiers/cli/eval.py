@@ -1,4 +1,4 @@
-"""``vf eval``: flags, or a file of them → an environment, a model, the options of a run → evaluations, reports."""
+"""``vf eval``: evaluates models on environments, from options or a TOML file, and prints reports."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
     """Evaluate a model on ENV: an installed environment, one in ./environments, or a TOML file of several [[eval]].
 
     \b
-    vf eval arithmetic -m fake                      a first look, with no model
+    vf eval arithmetic -m fake                      a trial run, without a model
     vf eval capitals -m smollm2                     a real model in this process
     vf eval gsm8k -m gpt-5-mini -n 50 -r 4          an endpoint
     vf eval gsm8k -m Qwen/Qwen3-4B -b http://localhost:8000/v1
-    vf eval gsm8k -m gpt-5-mini -m gpt-5-nano       two models, and how they differ
-    vf eval gsm8k -m gpt-5-mini --until ±0.02       until the mean is known that well
+    vf eval gsm8k -m gpt-5-mini -m gpt-5-nano       two models, compared
+    vf eval gsm8k -m gpt-5-mini --until ±0.02       until the mean is known to ±0.02
     vf eval nightly.toml -m gpt-5-mini              every [[eval]] of a file
 
-    Each rollout is saved as soon as it is done; a run that stopped goes on with --resume.
+    Each rollout is saved as soon as it is done; --resume continues a run that stopped.
     Defaults for -n, -r, -c, -t and -T come from [tool.verifiers.eval] in the environment's pyproject.toml.
     Exit codes: 0 done, 1 failures (see --max-failure-rate), 2 wrong usage, 3 ended early (--deadline, an endpoint that
     is down or refuses the key or the model), 130 stopped by Ctrl-C (143 by SIGTERM).
     """
     with told(given["verbose"]):
         if given["no_interleave_scoring"]:
-            warnings.warn("-N has no effect: each rollout is scored when it is done", stacklevel=2)
+            warnings.warn("-N has no effect: each rollout is scored as soon as it is generated", stacklevel=2)
         evaluations = _evaluations(ctx, given)
         if len(evaluations) > 1 and given["resume"] is not None:
-            raise click.UsageError("--resume goes on with one run; name its environment and its model alone")
+            raise click.UsageError("--resume continues one run; pass only its environment and its model")
         prepared = [
             _prepare(Flags(**{**given, "model": None, **values}), values) for values in evaluations
-        ]  # all, before any is paid for
+        ]  # prepare all before any of them costs money
         if len(prepared) == 1:
             ctx.exit(_finish(ctx, prepared[0]).code)
         ctx.exit(_several(ctx, prepared))
 
 
 def _evaluations(ctx: click.Context, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What is said of each evaluation: every environment, or [[eval]] of a file, with every model; flags win."""
-    said = {name: value for name, value in given_values(ctx).items() if name != "env_id"}
+    """The options of each evaluation: every environment, or [[eval]] of a file, with every model; options override."""
+    options = {name: value for name, value in given_values(ctx).items() if name != "env_id"}
     found: list[dict[str, Any]] = []
     for env_id in given["env_id"]:
         ones = read_evals(env_id, ctx) if env_id.endswith(".toml") else [{"env_id": env_id}]
-        found += [{**one, **said} for one in ones]
+        found += [{**one, **options} for one in ones]
     return [
         {**one, **({} if model is None else {"model": model})}
         for one in found
@@ -83,7 +83,7 @@ def _evaluations(ctx: click.Context, given: Mapping[str, Any]) -> list[dict[str,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """One evaluation that is ready to run: the environment is loaded, the model is found, nothing is asked yet."""
+    """One evaluation that is ready to run: its environment is loaded and its model found, but not yet called."""
 
     flags: Flags
     given: Mapping[str, Any]
@@ -94,7 +94,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one evaluation ended: its exit code, and its results where it has any."""
+    """How one evaluation ended: its exit code, and its results if it has any."""
 
     code: int
     results: Results | None = None
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def _several(ctx: click.Context, prepared: list[Prepared]) -> int:
-    """Each evaluation in turn, then one table of all."""
+    """Run the evaluations one after another, then print one table of all."""
     from verifiers.cli.overview import overview, overview_data
 
     flags = prepared[0].flags
@@ -127,7 +127,7 @@ def _several(ctx: click.Context, prepared: list[Prepared]) -> int:
 
 
 def _not_begun(one: Prepared) -> str:
-    return f"not begun: {one.flags.env_id} with {one.found.model}"
+    return f"not started: {one.flags.env_id} with {one.found.model}"
 
 
 def _prepare(flags: Flags, given: Mapping[str, Any]) -> Prepared:
@@ -138,7 +138,7 @@ def _prepare(flags: Flags, given: Mapping[str, Any]) -> Prepared:
 
 
 def _finish(ctx: click.Context, prepared: Prepared, *, place: str = "") -> Outcome:
-    """Run it, or show what would be run; ``place`` says which one of several it is."""
+    """Run an evaluation, or show the plan of a dry run; ``place`` is its number among several."""
     if prepared.flags.dry_run:
         return _show_plan(prepared, is_alone=not place)
     return _evaluate(ctx, prepared, place)
@@ -169,20 +169,20 @@ def _check_saving(flags: Flags) -> None:
 
     if flags.record and (flags.workers is not None or is_url(flags.env_id)):
         raise click.UsageError(
-            "--record keeps what judges say in this process; with --workers or a URL they speak elsewhere"
+            "--record saves the replies of judges in this process; with --workers or a URL they run elsewhere"
         )
     if flags.resume is not None and not is_run_dir(flags.resume):
-        raise click.UsageError(f"--resume {flags.resume}: there is no saved run in this folder")
+        raise click.UsageError(f"--resume {flags.resume}: this folder contains no saved run")
     if flags.save_results or flags.resume is not None:
         return
     if flags.record:
-        raise click.UsageError("--record keeps what judges say beside the saved run; leave out --no-save")
+        raise click.UsageError("--record saves the replies of judges in the run directory; leave out --no-save")
     if flags.save_to_hf_hub:
-        raise click.UsageError("-H: a push that fails would lose the rollouts; leave out --no-save")
+        raise click.UsageError("-H: a failed push would lose unsaved rollouts; leave out --no-save")
 
 
 def _rows(env: Environment, options: Mapping[str, Any], flags: Flags) -> Rows:
-    """The rows to evaluate; many environments read or fetch them only now."""
+    """The rows to evaluate; many environments load them only now."""
     try:
         rows = env.get_eval_dataset(options["num_examples"], flags.seed if flags.shuffle else None)
         len(rows)
@@ -209,7 +209,7 @@ def _evaluate(ctx: click.Context, prepared: Prepared, place: str) -> Outcome:
             results = _run(env, rows, client, found.model, options, flags)
     except RunInterruptedError as error:
         results, stop = error.results, error
-    except Exception as error:  # foreign code: the rows of an environment are made while it runs
+    except Exception as error:  # foreign code of the environment
         raise explained(error, "the run ended", flags.verbose) from error
     finally:
         found.close(client)
@@ -220,7 +220,7 @@ def _evaluate(ctx: click.Context, prepared: Prepared, place: str) -> Outcome:
     if results.metadata.get("ended_early"):
         return Outcome(ENDED_EARLY, results, figures)
     is_pushed = _push(ctx, results, prepared) if flags.save_to_hf_hub else True
-    fault = (results.metadata.get("until") or {}).get("fault")  # the report says what
+    fault = (results.metadata.get("until") or {}).get("fault")  # the report shows it
     code = FAILED if fault or not is_pushed else _verdict(results, flags.max_failure_rate)
     return Outcome(code, results, figures)
 
@@ -245,7 +245,7 @@ def _run(env: Environment, rows: Rows, client: Any, model: str, options: Mapping
 
 
 def _recording(env: Environment, found: Found, options: dict[str, Any], flags: Flags) -> AbstractContextManager[None]:
-    """Judges' replies go beside the rollouts, which needs the run's folder to be known before it is made."""
+    """Record judge replies in the run directory, whose path must be chosen before the run starts."""
     if not flags.record:
         return nullcontext()
     from verifiers.reruns.judges import judges_recorded
@@ -276,15 +276,15 @@ def _show(
     if path is None:
         click.echo("not saved (--no-save)")
     if path is not None and is_alone and resume is None:
-        click.echo(f"look at it with: vf view {Path(path).name}")
+        click.echo(f"view it with: vf view {Path(path).name}")
     if resume is not None:
         is_whole = not is_stopped and not results.metadata.get("ended_early")
-        click.echo(f"{'run the failed ones again' if is_whole else 'go on'} with: {resume}")
+        click.echo(f"{'run the failed ones again' if is_whole else 'continue'} with: {resume}")
     return None
 
 
 def _push(ctx: click.Context, results: Results, prepared: Prepared) -> bool:
-    """Push to the hub; where that fails the rollouts are on disk, and the same command with --resume pushes again."""
+    """Push to the hub. If that fails, the rollouts are on disk, and the same command with --resume pushes again."""
     from verifiers.envs.evaluation import make_dataset
     from verifiers.errors import InfraError
 
@@ -336,5 +336,5 @@ def _show_plan(prepared: Prepared, *, is_alone: bool) -> Outcome:
     click.echo("\n".join(table([[key, str(value)] for key, value in plan.items()])))
     if len(rows):
         click.echo("\n".join(["the first prompt:", *conversation(rows[0]["prompt"])]))
-    click.echo("a dry run: no model was asked")
+    click.echo("a dry run: no model was called")
     return Outcome(0, figures=plan)

@@ -1,4 +1,4 @@
-"""A TOML file of several ``[[eval]]`` → the flags of each evaluation; what is wrong in it is shown where it is."""
+"""Reads a TOML file of several ``[[eval]]`` as options of ``vf eval``; errors show their place in the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHER_NAMES = {"env": "env_id", "name": "env_id", "headers": "header"}
 
 
 def read_evals(path: str, ctx: click.Context) -> list[dict[str, Any]]:
-    """What the file says of each evaluation, as values of flags; keys above the first ``[[eval]]`` hold for all."""
+    """The option values of each evaluation in the file; keys above the first ``[[eval]]`` apply to all."""
     text = _read(path)
     try:
         table = tomllib.loads(text)
@@ -24,14 +24,14 @@ def read_evals(path: str, ctx: click.Context) -> list[dict[str, Any]]:
         raise click.UsageError(f"{path} is not TOML: {point_at(error, text)}") from error
     evals = table.pop("eval", None)
     if not isinstance(evals, list) or not evals or not all(isinstance(one, dict) for one in evals):
-        raise click.UsageError(f"{path} has no [[eval]]; each evaluation begins with this line and names its env_id")
+        raise click.UsageError(f"{path} has no [[eval]]; each evaluation needs this line and an env_id")
     shared = _values(table, f"{path}", ctx)
     found = []
     for number, one in enumerate(evals, 1):
         where = f"{path}: [[eval]] {number}"
         values = {**shared, **_values(one, where, ctx)}
         if not isinstance(values.get("env_id"), str):
-            raise click.UsageError(f'{where} names no environment; give it env_id = "name"')
+            raise click.UsageError(f'{where} has no environment; add env_id = "name"')
         found.append(values)
     return found
 
@@ -44,7 +44,7 @@ def _read(path: str) -> str:
 
 
 def point_at(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """The mistake in words, its line, and a mark under its place.
+    """The error message, the line of the error, and a mark under its column.
 
     >>> try: tomllib.loads("a = 1\\nb = = 2")
     ... except tomllib.TOMLDecodeError as error: print(point_at(error, "a = 1\\nb = = 2"))
@@ -68,14 +68,14 @@ def _values(table: Mapping[str, Any], where: str, ctx: click.Context) -> dict[st
         name = OTHER_NAMES.get(key, key.replace("-", "_"))
         if name not in options:
             close = difflib.get_close_matches(name, [*options, *OTHER_NAMES], n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(options))}"
+            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(sorted(options))}"
             raise click.UsageError(f"{where} has an unknown key {key!r}; {hint}")
         values[name] = _value(options[name], given, f"{where}: {key}", ctx)
     return values
 
 
 def _value(param: click.Parameter, given: Any, where: str, ctx: click.Context) -> Any:
-    """A value as the flag would give it; objects and lists are written as TOML's own."""
+    """Convert a TOML value to the value of the option; objects and lists are TOML tables and arrays."""
     is_object = isinstance(param, click.Option) and (param.metavar in ("JSON", "NAME:VALUE"))
     if is_object or isinstance(given, dict):
         if not is_object or not isinstance(given, dict):

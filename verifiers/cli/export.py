@@ -1,4 +1,4 @@
-"""``vf export``: a run → a file that other programs read, or training data."""
+"""``vf export``: writes a run as a file for other programs, or as training data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = ("jsonl", "parquet", "sft", "dpo")
 
 
 class Export(click.Command):
-    """Runs are written, but for ``verl ENV`` (the rows of an environment) and ``model CHECKPOINT`` (a model)."""
+    """Exports runs, or with ``verl ENV`` the rows of an environment, or with ``model CHECKPOINT`` a model."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -36,8 +36,8 @@ class Export(click.Command):
 
 @click.command("export", cls=Export, short_help="Write a run as a table or as training data.")
 @click.argument("runs", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@click.option("-f", "--format", "form", type=click.Choice(FORMATS), help="Default: what the name of the file says.")
-@click.option("-o", "--output", metavar="FILE", help="Default: by the id of the run, in this folder; - for stdout.")
+@click.option("-f", "--format", "form", type=click.Choice(FORMATS), help="Default: by the suffix of the file.")
+@click.option("-o", "--output", metavar="FILE", help="Default: the id of the run, in this folder; - for stdout.")
 @click.option("--min-reward", type=float, metavar="R", help="sft: rollouts with at least this reward.")
 @click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="sft: the best K of each example.")
 @click.option("--min-margin", type=click.FloatRange(min=0), default=0.0, metavar="R", help="dpo: better by this much.")
@@ -47,10 +47,10 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     """Write the rollouts of one or several runs.
 
     \b
-    vf export last -f sft --min-reward 1 --top-k 1      conversations worth imitating
+    vf export last -f sft --min-reward 1 --top-k 1      conversations for supervised fine-tuning
     vf export 1a2b 5e6f -f dpo --min-margin 0.5 -o pairs.jsonl
     vf export last -o run.parquet                       a table
-    vf export model CHECKPOINT -o ./model               a training's checkpoint, as a folder that transformers loads
+    vf export model CHECKPOINT -o ./model               a checkpoint, as a folder that transformers can load
     vf export verl ENV                                  an environment's rows, for verl (see `vf export verl --help`)
     """
     form = form or _by_name(output)
@@ -62,7 +62,7 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     try:
         with told(verbose=False):
             count = _write(runs, form, target, given)
-    except BrokenPipeError:  # whoever read it has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         raise
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
@@ -80,7 +80,7 @@ def _write(runs: tuple[RunDir, ...], form: str, target: Path, given: dict[str, A
     records = (record for run in runs for record in run.records())
     if form == "parquet":
         if str(target) == "-":
-            raise click.UsageError("parquet is no text; name a file with -o")
+            raise click.UsageError("parquet cannot be written to stdout; pass a file with -o")
         source = runs[0] if len(runs) == 1 else list(records)
         return store.export_parquet(source, target, include_failed=given["include_failed"])
     rows: Any

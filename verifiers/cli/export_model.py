@@ -1,4 +1,4 @@
-"""``vf export model``: a training's checkpoint, sharded or not → one folder that transformers loads."""
+"""``vf export model``: a checkpoint, sharded or not → one folder that transformers can load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from verifiers.cli.telling import told
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
 def export_model(checkpoint: Path, output: Path) -> None:
-    """Write the model (or the adapters) of a CHECKPOINT, as in outputs/train/…/checkpoints/step-000100."""
+    """Write the model (or the adapters) of a CHECKPOINT such as outputs/train/…/checkpoints/step-000100."""
     if output.exists():
-        raise click.UsageError(f"{output} is there already; choose another folder")
+        raise click.UsageError(f"{output} already exists; choose another folder")
     with told(verbose=False):
         try:
             from verifiers.trainers.distributed.shards import export_checkpoint

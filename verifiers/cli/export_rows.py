@@ -1,4 +1,4 @@
-"""``vf export verl``: an environment's rows → the data files of a trainer of others."""
+"""``vf export verl``: writes an environment's rows as data files for the verl trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verifiers.cli.telling import told
 def export_verl(
     env_id: str, env_args: dict[str, Any], env_dir_path: str, num_examples: int | None, output: str | None
 ) -> None:
-    """Write train.parquet and test.parquet, for the agent loop or for compute_score.
+    """Write train.parquet and test.parquet, for verl's agent loop or its compute_score.
 
     \b
     vf export verl arithmetic

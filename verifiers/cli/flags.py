@@ -1,4 +1,4 @@
-"""The flags of ``vf eval`` → who answers, and the keywords of one evaluation."""
+"""The options of ``vf eval``, and the keyword arguments of one evaluation made from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What was said on the command line; None where nothing was."""
+    """The values of the options; None if an option was not given."""
 
     env_id: str
     env_args: dict[str, Any]
@@ -77,12 +77,12 @@ class Flags:
         )
 
     def run_options(self, defaults: Defaults) -> dict[str, Any]:
-        """The keywords of ``env.evaluate``, apart from who answers."""
+        """The keyword arguments of ``env.evaluate``, without client and model."""
         single = {
             "max_tokens": defaults.max_tokens if self.max_tokens is None else self.max_tokens,
             "temperature": defaults.temperature if self.temperature is None else self.temperature,
         }
-        num_examples = defaults.num_examples if self.until is None else -1  # until it is known, or there are no more
+        num_examples = defaults.num_examples if self.until is None else -1  # --until decides when to stop
         sampling = {**{key: value for key, value in single.items() if value is not None}, **(self.sampling_args or {})}
         return {
             "sampling_args": sampling,
@@ -111,7 +111,7 @@ OPTIONS: list[Callable[..., Any]] = [
         "--model",
         metavar="MODEL",
         multiple=True,
-        help="A name of the registry, a model of the endpoint, smollm2, ./folder, x.gguf, fake; several are compared.",
+        help="A name in the registry, a model at the endpoint, smollm2, ./folder, x.gguf, fake; repeat to compare.",
     ),
     click.option(
         "-n",
@@ -121,23 +121,21 @@ OPTIONS: list[Callable[..., Any]] = [
         metavar="N",
         help="Examples to evaluate; -1 for all (default 5).",
     ),
-    click.option("-r", "--rollouts-per-example", type=ABOVE_0, metavar="N", help="Rollouts of each (default 3)."),
+    click.option("-r", "--rollouts-per-example", type=ABOVE_0, metavar="N", help="Rollouts per example (default 3)."),
     click.option(
         "--until",
         metavar="±X",
         callback=read_half_width,
-        help="Stop as soon as the mean reward is known to ±X; then -n is the most (default all).",
+        help="Stop as soon as the mean reward is known to ±X; -n is then the maximum (default all).",
     ),
     click.option(
         "--reward-range",
         metavar="LEAST,MOST",
         callback=read_range,
-        help="With --until: between what rewards lie (default: by the weights, each function from 0 to 1).",
+        help="With --until: the bounds of rewards (default: from the weights, each function from 0 to 1).",
     ),
     click.option("--shuffle", is_flag=True, help="Draw the examples at random instead of taking the first."),
-    click.option(
-        "--seed", type=int, metavar="N", default=0, help="Of --shuffle; another seed draws others (default 0)."
-    ),
+    click.option("--seed", type=int, metavar="N", default=0, help="Seed of --shuffle (default 0)."),
     click.option(
         "-a", "--env-args", metavar="JSON", callback=read_json, default="{}", help="Arguments of load_environment()."
     ),
@@ -154,7 +152,7 @@ OPTIONS: list[Callable[..., Any]] = [
         "-b",
         "--api-base-url",
         metavar="URL",
-        help="URL of an OpenAI-compatible server; the registry is then left alone.",
+        help="URL of an OpenAI-compatible server; the registry is then not used.",
     ),
     click.option(
         "-k", "--api-key-var", metavar="NAME", help="Environment variable with the key (default OPENAI_API_KEY)."
@@ -170,16 +168,16 @@ OPTIONS: list[Callable[..., Any]] = [
         metavar="NAME:VALUE",
         callback=read_headers,
         multiple=True,
-        help="Sent with each request; may be repeated.",
+        help="Header to send with each request (repeat).",
     ),
-    click.option("-t", "--max-tokens", type=ABOVE_0, metavar="N", help="Tokens of a reply at most."),
+    click.option("-t", "--max-tokens", type=ABOVE_0, metavar="N", help="Maximum tokens of a reply."),
     click.option("-T", "--temperature", type=float, metavar="T", help="Sampling temperature."),
     click.option(
         "-S",
         "--sampling-args",
         metavar="JSON",
         callback=read_json,
-        help="Further sampling arguments; they win over -t and -T.",
+        help="Further sampling arguments; they override -t and -T.",
     ),
     click.option(
         "-c",
@@ -187,45 +185,47 @@ OPTIONS: list[Callable[..., Any]] = [
         type=int,
         callback=read_count,
         metavar="N",
-        help="Rollouts at once; -1 for no limit (default 32).",
+        help="Concurrent rollouts; -1 for no limit (default 32).",
     ),
-    click.option("--max-concurrent-generation", type=ABOVE_0, metavar="N", help="Rollouts being generated at once."),
-    click.option("--max-concurrent-scoring", type=ABOVE_0, metavar="N", help="Rollouts being scored at once."),
+    click.option("--max-concurrent-generation", type=ABOVE_0, metavar="N", help="Concurrently generated rollouts."),
+    click.option("--max-concurrent-scoring", type=ABOVE_0, metavar="N", help="Concurrently scored rollouts."),
     click.option(
-        "--max-retries", type=click.IntRange(min=0), metavar="N", help="Times a failed request is repeated (default 8)."
+        "--max-retries", type=click.IntRange(min=0), metavar="N", help="Retries of a failed request (default 8)."
     ),
     click.option("--timeout", type=SECONDS, metavar="S", help="Seconds a request may take (default 600)."),
     click.option("--reward-timeout", type=SECONDS, metavar="S", help="Seconds a reward function may take (600)."),
     click.option("--hook-timeout", type=SECONDS, metavar="S", help="Seconds a hook may take (default 3600)."),
-    click.option("--deadline", type=SECONDS, metavar="S", help="Seconds for the whole run; what is done is kept."),
+    click.option(
+        "--deadline", type=SECONDS, metavar="S", help="Seconds for the whole run; finished rollouts are kept."
+    ),
     click.option(
         "--workers",
         metavar="ray[:ADDRESS]",
-        help="Play and score rollouts on the workers of a Ray cluster: the one here, a new one, or that at HOST:PORT.",
+        help="Run and score rollouts on the workers of a Ray cluster: the one here, a new one, or that at HOST:PORT.",
     ),
     click.option(
         "--down-after",
         type=SECONDS,
         metavar="S",
-        help="Seconds of nothing but refusals after which an endpoint is down (default 120).",
+        help="Seconds of only refused requests after which an endpoint counts as down (default 120).",
     ),
-    click.option("--max-reply-bytes", type=ABOVE_0, metavar="N", help="Bytes of a reply at most (default 64 MiB)."),
+    click.option("--max-reply-bytes", type=ABOVE_0, metavar="N", help="Maximum bytes of a reply (default 64 MiB)."),
     click.option(
         "-s",
         "--save-results/--no-save",
         "save_results",
         default=True,
-        help="Each rollout is saved under outputs/evals as it is done; --no-save keeps none.",
+        help="Save each rollout under outputs/evals when it is done (default); --no-save saves nothing.",
     ),
-    click.option("--resume", metavar="PATH", help="Go on with a saved run: what is missing and what failed."),
-    click.option("--record", is_flag=True, help="Keep what judges say too, for vf replay."),
+    click.option("--resume", metavar="PATH", help="Continue a saved run: run missing and failed rollouts."),
+    click.option("--record", is_flag=True, help="Also save the replies of judges, for vf replay."),
     click.option(
         "-C",
         "--state-columns",
         metavar="NAMES",
         callback=read_names,
         default="",
-        help="State keys to save, with commas between.",
+        help="State keys to save, separated by commas.",
     ),
     click.option("-H", "--save-to-hf-hub", is_flag=True, help="Push the scored rollouts to the Hugging Face hub."),
     click.option(
@@ -236,7 +236,9 @@ OPTIONS: list[Callable[..., Any]] = [
         help="Name of that data set (default env_model_nN_rR).",
     ),
     click.option("-R", "--independent-scoring", is_flag=True, help="Group rewards see one rollout at a time."),
-    click.option("--dry-run", is_flag=True, help="Load everything but the model, show the plan and a prompt, and end."),
+    click.option(
+        "--dry-run", is_flag=True, help="Load everything but the model, show the plan and a prompt, and exit."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object."),
     click.option(
         "--max-failure-rate",
@@ -259,7 +261,7 @@ OPTIONS: list[Callable[..., Any]] = [
 
 
 def eval_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """All of them, in this order."""
+    """Add all options, in this order."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command

@@ -1,4 +1,4 @@
-"""``vf init``: a name → the folder of a new environment package that passes ``vf check`` at once."""
+"""``vf init``: makes the folder of a new environment package, which passes ``vf check`` unchanged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import click
     "-p", "--path", default="./environments", show_default=True, metavar="PATH", help="Where to put its folder."
 )
 @click.option("-m", "--multi-file", is_flag=True, help="A package of several files instead of one module.")
-@click.option("--rewrite-readme", is_flag=True, help="Of a package that exists: write its README.md anew, and no more.")
+@click.option("--rewrite-readme", is_flag=True, help="Only rewrite the README.md of an existing package.")
 def init(name: str, path: str, multi_file: bool, rewrite_readme: bool) -> None:
-    """Make an environment package NAME: pyproject, module, README and a test, with a task that works.
+    """Make an environment package NAME: pyproject, module, README and a test, with a working task.
 
     \b
     vf init my-env

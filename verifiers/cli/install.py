@@ -1,4 +1,4 @@
-"""``vf install``: a folder, a wheel, a git address, a name of an index or of a hub → an installed environment."""
+"""``vf install``: installs an environment from a folder, a wheel, a git URL, a package index or a hub."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from verifiers.logs import printable
     "-p", "--path", default="./environments", show_default=True, metavar="PATH", help="Where names are looked up first."
 )
 @click.option(
-    "--index", metavar="URL", help="The package index to take it from; what it needs comes from the usual one."
+    "--index", metavar="URL", help="The package index for the environment; dependencies come from the usual index."
 )
 @click.option("--hub", metavar="URL", help="The hub of org/name (default: the variable VF_HUB_URL).")
-@click.option("--with", "program", type=click.Choice(["pip", "uv"]), help="Default: pip, or uv where there is no pip.")
+@click.option("--with", "program", type=click.Choice(["pip", "uv"]), help="Default: pip, or uv if there is no pip.")
 @click.option("--target", metavar="DIR", help="Install into this folder instead of the current Python.")
-@click.option("--no-deps", is_flag=True, help="Leave out what it depends on.")
-@click.option("-e", "--editable", is_flag=True, help="Of a folder: changes to its source take effect at once.")
-@click.option("-r", "--from-repo", is_flag=True, help="Take it from the repository that this library runs from.")
-@click.option("-b", "--branch", metavar="NAME", help="Of 0.1.x; a repository here has the branch that is checked out.")
+@click.option("--no-deps", is_flag=True, help="Do not install dependencies.")
+@click.option("-e", "--editable", is_flag=True, help="For a folder: changes to its source take effect at once.")
+@click.option("-r", "--from-repo", is_flag=True, help="Install from the repository that this library runs from.")
+@click.option("-b", "--branch", metavar="NAME", help="Accepted for 0.1.x; the checked-out branch is installed.")
 def install(
     what: str, path: str, no_deps: bool, editable: bool, from_repo: bool, branch: str | None, **given: Any
 ) -> None:
-    """Install WHAT: a folder, a .whl file, a git+ address, name, name@version, or org/name@version of a hub.
+    """Install WHAT: a folder, a .whl file, a git+ URL, name, name@version, or org/name@version of a hub.
 
     \b
     vf install ./environments/my_env
@@ -38,8 +38,8 @@ def install(
     vf install my-env@0.1.0 --index https://example.com/simple
     vf install org/my-env@0.1.0 --hub https://hub.example.com
 
-    A bare name is looked up in ./environments first. What turns out to be no environment is refused before anything is
-    changed. Exit codes: 0 installed, 1 not installed, 2 wrong usage.
+    A bare name is looked up in ./environments first. A package that is not an environment is refused before anything
+    is changed. Exit codes: 0 installed, 1 not installed, 2 wrong usage.
     """
     from verifiers import packages
     from verifiers.packages.publish import in_words
@@ -47,7 +47,7 @@ def install(
     if from_repo:
         path = what = str(_in_repository(what))
     if branch is not None:
-        click.echo(f"note: -b {branch} has no effect; what is checked out is installed", err=True)
+        click.echo(f"note: -b {branch} has no effect; the checked-out branch is installed", err=True)
     try:
         done = packages.install(what, environments_dir=path, has_deps=not no_deps, is_editable=editable, **given)
     except packages.BundledError as error:
@@ -66,14 +66,14 @@ def install(
 
 
 def _in_repository(name: str) -> Path:
-    """The folder of an environment in the repository around this library, where it runs from one."""
+    """The folder of an environment in the repository that this library runs from."""
     from verifiers.packages.install import local_folder
 
     folder = Path(__file__).resolve().parents[2] / "environments"
     if not folder.is_dir():
         raise click.UsageError(
-            "--from-repo: this library is installed, and there is no repository around it; "
-            "give a folder, a wheel, a name of an index, or org/name of a hub"
+            "--from-repo: this library does not run from a repository; "
+            "pass a folder, a wheel, a name in an index, or org/name on a hub"
         )
     home = local_folder(name, folder)
     if home is None:

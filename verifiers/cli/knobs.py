@@ -1,4 +1,4 @@
-"""A configuration's fields ↔ options of a command, and a TOML file → the same values; the command line wins."""
+"""Makes command options from a configuration's fields, and reads their values from a TOML file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from verifiers.cli.eval_file import point_at as point_at_toml
 if TYPE_CHECKING:
     from verifiers.trainers.base_config import Config
 
-WORDS = "verifiers.words"  # where a context keeps what was said to its command
+WORDS = "verifiers.words"  # key of the command's original arguments in a context's `meta`
 YES, NO, NOTHING = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
 class Value(click.ParamType):  # type: ignore[type-arg]  # generic in some versions only
-    """A text as the value of a field: what its type hint says, and ``none`` where it may be missing."""
+    """Converts a text to the type of a field; ``none`` stands for None if the field allows it."""
 
     def __init__(self, hint: Any) -> None:
         self.kinds = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
@@ -51,11 +51,11 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # generic in some versi
     def _refuse(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> NoReturn:
         wanted = {"on/off": "true or false", "N": "a whole number", "X": "a number", "JSON": "a JSON object"}
         also = ", or none" if type(None) in self.kinds else ""
-        self.fail(f"{value!r} is not {wanted.get(self.name, 'a value it can have')}{also}", param, ctx)
+        self.fail(f"{value!r} is not {wanted.get(self.name, 'a valid value')}{also}", param, ctx)
 
 
 def _read(text: str, kind: Any) -> Any:
-    """A text as a value of one type; ValueError if it is none."""
+    """Convert a text to one type; ValueError if that is impossible."""
     if kind is bool:
         if text.lower() not in YES + NO:
             raise ValueError
@@ -84,14 +84,14 @@ def _read_object(text: str) -> dict[str, Any]:
 
 
 class KnobOption(click.Option):
-    """One field of a configuration under all its names, of which help shows the first."""
+    """The option of one field, with all its names; help shows only the first."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         return f"{self.opts[0]} {self.make_metavar(ctx)}", self.help or ""
 
 
 def knob_options(kind: type[Config], *, without: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """An option for each field of a configuration, by its name or an alias, with dashes or underscores."""
+    """A decorator that adds an option for each field of a configuration, with aliases, dashes and underscores."""
     hints = get_type_hints(kind)
     names: dict[str, list[str]] = {one.name: [one.name] for one in fields(kind) if one.name not in without}
     for alias, name in kind.aliases.items():
@@ -121,7 +121,7 @@ def knob_options(kind: type[Config], *, without: Sequence[str] = ()) -> Callable
 
 
 class FileCommand(click.Command):
-    """A command that takes ``@ file.toml`` or ``@file.toml`` among its words, which is ``--config file.toml``."""
+    """A command that accepts ``@ file.toml`` or ``@file.toml`` as ``--config file.toml``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -138,7 +138,7 @@ class FileCommand(click.Command):
 
 @dataclass(kw_only=True)
 class Settings:
-    """What a file says: values of the configuration, the environment and its arguments, the model, LoRA."""
+    """The content of a file: values of the configuration, the environment and its arguments, the model, LoRA."""
 
     knobs: dict[str, Any] = field(default_factory=dict)
     env_id: str | None = None
@@ -149,7 +149,7 @@ class Settings:
 
 
 def read_settings(path: str | None, kind: type[Config], table: str) -> Settings:
-    """A TOML file: fields of the configuration at the top or in a table of its own, ``env``, ``model``, ``[lora]``."""
+    """Read a TOML file: ``env``, ``model``, ``[lora]``, and configuration fields at the top level or in ``table``."""
     if path is None:
         return Settings()
     try:

@@ -1,4 +1,4 @@
-"""``--launch``: one command becomes as many processes of it as were asked for, which begin, stop and end together."""
+"""``--launch``: runs a command in several processes, which start, stop and end together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from verifiers.cli.training import Job
     from verifiers.trainers.base_config import TrainingConfig
 
-# The settings of configs/*.yaml, as ``accelerate launch`` hands them to its processes.
+# The settings of configs/*.yaml as environment variables, as ``accelerate launch`` passes them to its processes.
 ENGINES: Mapping[str, Mapping[str, str]] = {
     "ddp": {},
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
@@ -37,19 +37,19 @@ ENGINES: Mapping[str, Mapping[str, str]] = {
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
     },
 }
-GRACE_S = 20.0  # for processes to end by themselves once one of them has failed, or after a second Ctrl-C
-LAUNCHER = "VERIFIERS_LAUNCHER"  # the process that started this one
+GRACE_S = 20.0  # for processes to end by themselves after one has failed, or after SIGTERM
+LAUNCHER = "VERIFIERS_LAUNCHER"  # environment variable with the id of the launching process
 
 
 def launched(job: Job) -> int | None:
-    """Run the command in several processes, and its exit code; None where this process is to run it itself."""
+    """Run the command in several processes and return its exit code; None if this process must run it itself."""
     engine, count = job.given["launch"], job.given["processes"]
     if os.environ.get(LAUNCHER):
         _end_with_launcher()
         return None
     if engine is None:
         if count is not None:
-            raise click.UsageError("--processes needs --launch: say how they share the model, as in --launch ddp")
+            raise click.UsageError("--processes needs --launch, which sets how they share the model: --launch ddp")
         return None
     job.model()
     count = count or _devices()
@@ -60,13 +60,13 @@ def launched(job: Job) -> int | None:
 
 
 def divide_batch(config: TrainingConfig) -> None:
-    """Of a process that was launched the batch is its share."""
+    """In a launched process, reduce the batch size to its share."""
     if os.environ.get(LAUNCHER):
         config.batch_size //= int(os.environ["WORLD_SIZE"])
 
 
 def _check_batch(config: TrainingConfig, count: int) -> None:
-    """A batch is divided among the processes, each with whole groups of it."""
+    """Check that the batch can be divided among the processes, each with whole groups."""
     size, group = config.batch_size, getattr(config, "group_size", 1)
     unit, among = count, f"{count} processes"
     if is_count(group) and is_count(config.gradient_accumulation_steps) and group > 1:
@@ -75,7 +75,7 @@ def _check_batch(config: TrainingConfig, count: int) -> None:
     if is_count(size) and size % unit:
         near = [str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n]
         raise click.UsageError(
-            f"batch_size = {size} cannot be divided among {among}: take {' or '.join(near)}, or another number of "
+            f"batch_size = {size} cannot be divided among {among}: use {' or '.join(near)}, or another number of "
             "processes"
         )
     config.batch_size //= count
@@ -95,12 +95,12 @@ def _devices() -> int:
 
     found = devices()
     if not found:
-        raise click.UsageError("there is no GPU to count here: say how many processes, as in --processes 2")
+        raise click.UsageError("there is no GPU here: pass the number of processes, as in --processes 2")
     return found
 
 
 class Ranks:
-    """The processes of one training on this machine. A signal goes to all; if one fails, the others are ended."""
+    """The processes of one training on this machine. Signals go to all; if one fails, the others are ended."""
 
     def __init__(self, words: Sequence[str], settings: Mapping[str, str], count: int) -> None:
         self._words, self._count = list(words), count
@@ -112,7 +112,7 @@ class Ranks:
         }
         self._settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self._running: list[subprocess.Popen[bytes]] = []
-        self._said: list[IO[bytes]] = []  # by all but the first, which speaks for them
+        self._stderr: list[IO[bytes]] = []  # of all but the first process, which writes to the terminal
 
     def run(self) -> int:
         with ExitStack() as stack:
@@ -120,7 +120,7 @@ class Ranks:
                 stack.callback(signal.signal, number, signal.signal(number, self._forward))
             stack.callback(self._end)
             for rank in range(self._count):
-                self._said.append(stack.enter_context(tempfile.TemporaryFile()))
+                self._stderr.append(stack.enter_context(tempfile.TemporaryFile()))
                 self._running.append(self._start(rank))
             return self._wait()
 
@@ -131,17 +131,17 @@ class Ranks:
         if rank == 0:
             return subprocess.Popen(words, env=env, process_group=0, stdin=subprocess.DEVNULL)
         quiet = subprocess.DEVNULL
-        return subprocess.Popen(words, env=env, process_group=0, stdin=quiet, stdout=quiet, stderr=self._said[rank])
+        return subprocess.Popen(words, env=env, process_group=0, stdin=quiet, stdout=quiet, stderr=self._stderr[rank])
 
     def _wait(self) -> int:
-        """The exit code of the first that failed, or 0."""
+        """Wait for all; return the exit code of the first that failed, or 0."""
         while (rank := self._failed()) is None:
             if all(one.poll() == 0 for one in self._running):
                 return 0
             time.sleep(0.1)
         code, until = self._running[rank].returncode, time.monotonic() + GRACE_S
         while code > 0 and time.monotonic() < until and any(one.poll() is None for one in self._running):
-            time.sleep(0.1)  # the others have most often failed for the same reason, and say so themselves
+            time.sleep(0.1)  # usually the others fail for the same reason, and report it themselves
         self._end()
         self._tell(rank)
         return code if code >= 0 else 128 - code
@@ -150,15 +150,15 @@ class Ranks:
         return next((i for i, one in enumerate(self._running) if one.poll()), None)
 
     def _tell(self, rank: int) -> None:
-        """What the first that failed said, where nobody has heard it."""
+        """Print the error of the first process that failed, if it is not already on the terminal."""
         code = self._running[rank].returncode
         if code < 0:
             click.echo(
                 f"Error: process {rank} was ended by {signal.Signals(-code).name}, and the others with it", err=True
             )
         elif rank and self._running[0].returncode <= 0:
-            self._said[rank].seek(0)
-            click.echo(self._said[rank].read().decode(errors="replace"), err=True, nl=False)
+            self._stderr[rank].seek(0)
+            click.echo(self._stderr[rank].read().decode(errors="replace"), err=True, nl=False)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         for one in self._running:
@@ -166,7 +166,7 @@ class Ranks:
                 one.send_signal(number)
 
     def _end(self) -> None:
-        """No process is left behind."""
+        """End all processes that still run."""
         for one in self._running:
             if one.poll() is None:
                 one.terminate()
@@ -186,7 +186,7 @@ def _free_port() -> int:
 
 
 def _end_with_launcher() -> None:
-    """A process that was launched does not outlive the one that launched it, however that ended."""
+    """End this launched process when its launcher ends in any way."""
     above = int(os.environ[LAUNCHER])
     threading.Thread(target=_watch, args=(above,), name="verifiers-launcher", daemon=True).start()
 

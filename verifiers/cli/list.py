@@ -1,4 +1,4 @@
-"""``vf list``: the environments that can be loaded, where they are, and what arguments they take."""
+"""``vf list``: lists the available environments, where they are, and their arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def list_command(words: tuple[str, ...], env_dir_path: str, as_json: bool) -> None:
     """List the environments in ./environments, the installed ones and those that come with verifiers.
 
-    With WORDs only those that mention them all. None of them is imported.
+    With WORDs, only those that mention all of them. No environment is imported.
     """
     from verifiers.packages import list_environments
 
@@ -39,7 +39,7 @@ def list_command(words: tuple[str, ...], env_dir_path: str, as_json: bool) -> No
         return
     for listed in found:
         click.echo("\n".join(describe(listed)))
-    click.echo(dim(f"{some(len(found), 'environment')}; vf eval NAME -m fake takes a first look at one"))
+    click.echo(dim(f"{some(len(found), 'environment')}; vf eval NAME -m fake tries one out"))
 
 
 def _matches(listed: Listed, words: tuple[str, ...]) -> bool:
@@ -48,7 +48,7 @@ def _matches(listed: Listed, words: tuple[str, ...]) -> bool:
 
 
 def describe(listed: Listed) -> list[str]:
-    """A name, what it is, its arguments, and where it is."""
+    """The name, place, summary and arguments of an environment."""
     package = listed.package
     place = {"local": listed.where, "installed": "installed", "bundled": "comes with verifiers"}[listed.kind]
     lines = [f"{heading(printable(package.name))} {printable(package.version or '')}".rstrip() + f"  {dim(place)}"]

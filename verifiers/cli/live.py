@@ -1,4 +1,4 @@
-"""A run's counts → a line to watch: how far, how good and how sure, how fast, at what cost, and how long still."""
+"""The progress line of a run: counts, mean reward with its interval, speed, cost, and remaining time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import IO, Any, cast
 from verifiers.progress import Enduring, Tally, clock
 from verifiers.types import State, Usage
 
-Z95 = 1.96  # while a run goes on; the report has the exact interval
-SMOOTH_S = 3.0  # before this the pace is anyone's guess
-BAR_FROM = 100  # columns that hold a long bar beside the line
+Z95 = 1.96  # normal approximation during the run; the report has the exact interval
+SMOOTH_S = 3.0  # before this, the remaining time cannot be estimated
+BAR_FROM = 100  # columns from which there is room for a long bar
 
 
 class Watched(Tally):
-    """Counts, and a mean reward with its interval clustered by example, kept up to date at the cost of a few sums."""
+    """Counts and the mean reward with its interval, clustered by example, updated incrementally."""
 
     every_s = 10.0
 
@@ -34,7 +34,7 @@ class Watched(Tally):
 
     def update(self, state: State) -> None:
         self.done += 1
-        read = super(State, state).get  # these keys are the state's own: no row has them
+        read = super(State, state).get  # these keys are in the state itself, not in its row
         reward = read("reward")
         if read("error") is not None:
             self.failed += 1
@@ -53,22 +53,22 @@ class Watched(Tally):
 
     @property
     def reach(self) -> float | None:
-        """Half the width of the interval, by how much the means of examples vary."""
+        """Half the width of the interval, from the variance of the means of examples."""
         examples = len(self._means)
         if examples < 2:
             return None
         squares = self._square - self._sum * self._sum / examples
-        if squares <= 1e-9 * max(self._square, 1.0):  # all alike so far, which does not mean that the mean is known
+        if squares <= 1e-9 * max(self._square, 1.0):  # all equal so far; an interval of width 0 would be wrong
             return None
         return Z95 * math.sqrt(squares / (examples - 1) / examples)
 
     @property
     def running(self) -> int:
-        """Whenever a rollout ends another starts, so that as many run as may and are left."""
+        """The number of running rollouts: when one ends another starts, while any are left."""
         return min(self.at_once, self.total - self.done)
 
     def parts(self) -> list[tuple[int, str]]:
-        """What there is to say, in order, each with its rank: the higher is the first to go where there is no room."""
+        """The parts of the line in order, each with a rank; if there is no room, the highest rank is dropped first."""
         found = [(0, f"{self.done:,}/{self.total:,}")]
         if self.failed:
             found.append((0, f"{self.failed:,} failed"))
@@ -92,7 +92,7 @@ class Watched(Tally):
         return found
 
     def line(self, width: int | None = None) -> str:
-        """The counts in one line, as many of them as fit."""
+        """The parts in one line, as many as fit."""
         parts = self.parts()
         line = " · ".join(text for _, text in parts)
         while width is not None and len(line) > width and max(rank for rank, _ in parts):
@@ -103,7 +103,7 @@ class Watched(Tally):
 
 
 class WatchedBar(Watched):
-    """A bar in a terminal, with the line beside it; drawn anew by itself, for replies come while no rollout ends."""
+    """A progress bar with the line beside it; rich refreshes it by timer, because token counts change continuously."""
 
     every_s = math.inf
 
@@ -136,13 +136,13 @@ class WatchedBar(Watched):
 
     def stop(self) -> None:
         self.bar.stop()
-        self.at_once = 0  # what was under way has ended, or been given up
+        self.at_once = 0  # nothing is running any more
         took = f" · in {clock(time.monotonic() - self.began)}"
         self.stream.write(f"{self.line(self.bar.console.width - len(took))}{took}\n")
 
 
 def bar_width(columns: int) -> int:
-    """How wide a bar is: it stays in sight in a narrow terminal too, and leaves the room to the numbers.
+    """The width of the bar: visible in a narrow terminal too, but leaving room for the numbers.
 
     >>> bar_width(120), bar_width(80), bar_width(40)
     (20, 10, 6)
@@ -163,7 +163,7 @@ def short_count(number: int) -> str:
 
 
 class WatchedLines(Watched):
-    """The same line every few seconds, for logs and pipes."""
+    """Prints the line every few seconds, for logs and pipes."""
 
     def show(self) -> None:
         self.note(self.line())
@@ -177,5 +177,5 @@ class WatchedLines(Watched):
 
 
 def make_watched(at_once: int) -> Watched:
-    """A bar where stderr is a terminal, lines elsewhere."""
+    """A bar if stderr is a terminal, otherwise lines."""
     return WatchedBar(at_once) if sys.stderr.isatty() else WatchedLines(at_once)

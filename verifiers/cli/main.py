@@ -1,4 +1,4 @@
-"""``vf`` itself: the list of commands, each imported only when it is called."""
+"""The ``vf`` program: the list of commands, each imported only when it is used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import click
 
-INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended; SIGTERM gives 143 and SIGHUP 129
+INTERRUPTED = 130  # 128 + SIGINT, as in a shell; SIGTERM gives 143 and SIGHUP 129
 
-# name → where the command is, and its line in `vf --help`
+# command name → (module:attribute, its line in `vf --help`)
 COMMANDS = {
     "eval": ("verifiers.cli.eval:eval_command", "Evaluate models on environments."),
-    "check": ("verifiers.cli.check:check", "Prove an environment before anyone pays for a run."),
+    "check": ("verifiers.cli.check:check", "Check an environment before paying for a run."),
     "init": ("verifiers.cli.init:init", "Make a new environment package."),
     "install": ("verifiers.cli.install:install", "Install an environment."),
     "uninstall": ("verifiers.cli.uninstall:uninstall", "Uninstall environments."),
@@ -28,28 +28,28 @@ COMMANDS = {
     "runs": ("verifiers.cli.runs_command:runs", "List, tag, annotate and delete saved runs."),
     "view": ("verifiers.cli.view:view", "Look at runs and trainings in the browser."),
     "compare": ("verifiers.cli.compare:compare", "Compare two runs on the same examples."),
-    "power": ("verifiers.cli.power:power", "Say how many examples an answer needs."),
+    "power": ("verifiers.cli.power:power", "Compute how many examples to run."),
     "export": ("verifiers.cli.export:export", "Write a run as a table or as training data."),
-    "rescore": ("verifiers.cli.rescore:rescore", "Score a saved run anew, without a model."),
-    "replay": ("verifiers.cli.replay:replay", "Play a saved run again from its record."),
-    "import": ("verifiers.cli.import_command:import_command", "Make a run of traces that were recorded elsewhere."),
+    "rescore": ("verifiers.cli.rescore:rescore", "Score a saved run again, without a model."),
+    "replay": ("verifiers.cli.replay:replay", "Replay a saved run from its record."),
+    "import": ("verifiers.cli.import_command:import_command", "Make a run from traces recorded elsewhere."),
     "train": ("verifiers.cli.train:train", "Train a model on an environment."),
     "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
-    "plan": ("verifiers.cli.plan:plan", "Say which training of a model fits where."),
+    "plan": ("verifiers.cli.plan:plan", "Show which training of a model fits into which GPUs."),
     "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
     "tinker-serve": (
         "verifiers.cli.tinker_serve:tinker_serve",
-        "Serve a local model to Tinker's SDK, to train and to sample.",
+        "Serve a local model to Tinker's SDK for training and sampling.",
     ),
     "env-serve": ("verifiers.cli.env_serve:env_serve", "Serve an environment to trainers elsewhere."),
-    "simulate": ("verifiers.cli.simulate:simulate", "Predict how well a large run would use its GPUs."),
+    "simulate": ("verifiers.cli.simulate:simulate", "Predict how well a large run will use its GPUs."),
     "doctor": ("verifiers.cli.doctor:doctor", "Show what is installed and what this machine can do."),
 }
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are named in a table, so that help and completion import none of them."""
+    """A group with its commands in a table, so that help and completion import none of them."""
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.table and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.table, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(self.table)}"
+            hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(self.table)}"
             raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -95,15 +95,15 @@ class LazyGroup(click.Group):
 
 
 def _between_words(message: str) -> str:
-    """An error broken between words, where a terminal would break it anywhere."""
+    """Wrap an error message between words, where a terminal would break it anywhere."""
     from verifiers.cli.tables import fitted
 
-    first, *shown = f"Error: {message}".splitlines()  # further lines show a place in a file, and are left alone
+    first, *shown = f"Error: {message}".splitlines()  # further lines show a place in a file, and are not wrapped
     return "\n".join([*fitted([first], indent=2, stream=sys.stderr), *shown]).removeprefix("Error: ")
 
 
 def own_version() -> str:
-    """The version of this package, which nothing inside it imports."""
+    """The version of this package; `verifiers` is imported dynamically because of the layer rules."""
     version: str = importlib.import_module("verifiers").__version__
     return version
 
@@ -112,11 +112,11 @@ def own_version() -> str:
     cls=LazyGroup,
     table=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="A first look, with no key and no model: vf eval arithmetic -m fake",
+    epilog="To try it without a key or a model: vf eval arithmetic -m fake",
 )
 @click.version_option(own_version(), prog_name="vf")
 def vf() -> None:
-    """Environments for language models: evaluate on them, serve and train models with them."""
+    """Environments for language models: evaluate, serve and train models with them."""
 
 
 def main() -> None:
@@ -130,10 +130,10 @@ def main() -> None:
 
 
 def leave_now() -> None:
-    """After Ctrl-C: end even where a thread of an environment never does. All that is saved is on disk by now."""
+    """After Ctrl-C: exit even if a thread of an environment never ends. By now, all results are on disk."""
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
-        atexit._run_exitfuncs()  # Python would wait for those threads first
+        atexit._run_exitfuncs()  # a normal exit would wait for those threads first
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            with contextlib.suppress(OSError, ValueError):  # the reader has closed it
                 stream.flush()
         os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""``vf models``: the models that can be loaded into this process, and fetching the bundled one."""
+"""``vf models``: downloads and lists the models that run in this process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ BUNDLED = {"smollm2": "SmolLM2-135M-Instruct"}
 
 @click.group("models", short_help="Fetch and list models that run in this process.")
 def models() -> None:
-    """Fetch and list models that run in this process; any folder, GGUF file or hub name will do as well."""
+    """Fetch and list models that run in this process; any folder, GGUF file or hub name also works."""
 
 
 @models.command("pull")
 @click.argument("name", type=click.Choice(list(BUNDLED)))
-@click.option("--from", "source", metavar="FILE", type=click.Path(exists=True), help="The file, if you fetched it.")
+@click.option(
+    "--from",
+    "source",
+    metavar="FILE",
+    type=click.Path(exists=True),
+    help="The file, if you have downloaded it yourself.",
+)
 def pull(name: str, source: str | None) -> None:
-    """Fetch a model once (93 MB); from then on it is used without a network."""
+    """Download a model once (93 MB); later it is used without a network."""
     check_local(name)
     from verifiers.engine.files import smollm2
 
@@ -37,7 +43,7 @@ def pull(name: str, source: str | None) -> None:
 @models.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print them as one JSON object.")
 def list_models(as_json: bool) -> None:
-    """List the bundled models, and where those that were fetched are."""
+    """List the bundled models, with the folders of those that were downloaded."""
     from verifiers.engine.files import smollm2
 
     folder = smollm2.default_folder() if smollm2.is_pulled() else None
@@ -46,7 +52,7 @@ def list_models(as_json: bool) -> None:
         return
     where = "not fetched yet: vf models pull smollm2" if folder is None else f"{folder} ({_size(folder)})"
     click.echo(f"smollm2  {BUNDLED['smollm2']}  {where}")
-    click.echo("-m also takes a folder, a GGUF file, or org/name of the Hugging Face hub")
+    click.echo("-m also takes a folder, a GGUF file, or org/name on the Hugging Face hub")
 
 
 def _size(folder: Path) -> str:

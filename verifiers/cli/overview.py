@@ -1,4 +1,4 @@
-"""Several evaluations → one table, models × environments, with intervals and the paired differences of the models."""
+"""One table for several evaluations, models × environments, with intervals and the models' paired differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cells = dict[tuple[str, str], Results]  # (environment, model) → its evaluatio
 
 
 def overview(found: Sequence[Results]) -> list[str]:
-    """A matrix where there are several models, else a line for each environment."""
+    """A matrix if there are several models, else a line for each environment."""
     cells = by_name(found)
     models = list(dict.fromkeys(model for _, model in cells))
     if len(models) < 2:
@@ -27,7 +27,7 @@ def overview(found: Sequence[Results]) -> list[str]:
 
 
 def overview_data(found: Sequence[Results]) -> dict[str, Any]:
-    """The paired differences in plain data."""
+    """The paired differences as plain data."""
     keys = ("mean_a", "mean_b", "difference", "low", "high", "level", "p_value", "adjusted_p", "verdict", "examples")
     cells = by_name(found)
     return {
@@ -39,7 +39,7 @@ def overview_data(found: Sequence[Results]) -> dict[str, Any]:
 
 
 def by_name(found: Sequence[Results]) -> Cells:
-    """Evaluations by environment and model; one that comes again under both names is numbered."""
+    """Evaluations by environment and model; repeated pairs get a number."""
     cells: Cells = {}
     for results in found:
         env_id, model = (str(results.metadata.get(key, "?")) for key in ("env_id", "model"))
@@ -52,7 +52,7 @@ def by_name(found: Sequence[Results]) -> Cells:
 
 
 def compare_models(cells: Cells) -> dict[tuple[str, str, str], stats.Comparison]:
-    """Each model against the first on the same environment: one procedure, corrected for how many there are."""
+    """Each model compared with the first on the same environment, with Holm's correction over all comparisons."""
     models = list(dict.fromkeys(model for _, model in cells))
     names = list(dict.fromkeys(env_id for env_id, _ in cells))
     pairs = [
@@ -69,7 +69,7 @@ def compare_models(cells: Cells) -> dict[tuple[str, str, str], stats.Comparison]
 
 
 def _scores(results: Results, label: str) -> dict[Any, list[float | None]]:
-    """The rewards by example; those of one environment are no others, though they may look the same."""
+    """The rewards by (label, example id): the label distinguishes comparisons whose scores are equal."""
     scores: dict[Any, list[float | None]] = {}
     for state in results.rollouts:
         reward = None if state.get("error") is not None else state.get("reward")
@@ -77,7 +77,7 @@ def _scores(results: Results, label: str) -> dict[Any, list[float | None]]:
     return scores
 
 
-# --- in words -----------------------------------------------------------------------------------------------------
+# --- as text ------------------------------------------------------------------------------------------------------
 
 
 def _lines(cells: Cells) -> list[str]:

@@ -1,4 +1,4 @@
-"""``vf plan``: a model's configuration and some cards → what training it takes there, and the line that begins it."""
+"""``vf plan``: the memory that training a model needs on some GPUs, and the command that starts the training."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
     from verifiers.trainers.memory.ways import Way
 
 PARTS = ("weights", "gradients", "optimizer", "KV cache", "activations", "logits")
-LENGTH = 4096  # tokens of a sequence, unless something else is said
+LENGTH = 4096  # default tokens of a sequence
 WIDTHS = {"bfloat16": 2, "float32": 4}
 
 
-@click.command("plan", short_help="Say which training of a model fits where.")
+@click.command("plan", short_help="Show which training of a model fits into which GPUs.")
 @click.argument("model", metavar="MODEL")
-@click.option("--gpus", metavar="NxSIZE", help="As in 4x24GB or 80GiB (default: what this machine has).")
+@click.option("--gpus", metavar="NxSIZE", help="Such as 4x24GB or 80GiB (default: those of this machine).")
 @click.option(
     "--length",
     type=click.IntRange(min=1),
-    help=f"Tokens of a sequence (default: {LENGTH}, or as many as MODEL knows positions).",
+    help=f"Tokens of a sequence (default: {LENGTH}, or the context length of MODEL if that is less).",
 )
 @click.option(
     "--rollouts",
     type=click.IntRange(min=1),
     default=32,
     show_default=True,
-    help="Of one step; each GPU has whole groups of 8.",
+    help="Rollouts per step; each GPU has whole groups of 8.",
 )
-@click.option("--host", metavar="SIZE", help="Memory of the host, as in 128GB (default: not checked).")
+@click.option("--host", metavar="SIZE", help="Memory of the host, such as 128GB (default: not checked).")
 @click.option("--lora-r", type=click.IntRange(min=1), default=8, show_default=True, help="Rank of the adapters.")
-@click.option("--dtype", type=click.Choice(list(WIDTHS)), default="bfloat16", show_default=True, help="Of weights.")
+@click.option("--dtype", type=click.Choice(list(WIDTHS)), default="bfloat16", show_default=True, help="Of the weights.")
 def plan(
     model: str, gpus: str | None, length: int | None, rollouts: int, host: str | None, lora_r: int, dtype: str
 ) -> None:
-    """Say what training MODEL takes on some GPUs, each way, and print the line that begins the best one that fits.
+    """Show the memory that each way of training MODEL needs, and the command for the best one that fits the GPUs.
 
     \b
     vf plan Qwen/Qwen3-8B --gpus 4x24GB --length 4096
     vf plan ./folder --gpus 1x80GB                     a folder with a config.json, or the file itself
 
-    Only the configuration is read, never the weights. Peaks are those of one GPU at its worst moment, not sums: there
-    are no gradients while the model is sampled from. A tenth of each GPU is left alone.
+    Only the configuration is read, not the weights. A peak is the maximum of one GPU over time, not the sum of the
+    parts: there are no gradients while the model is sampled from. A tenth of each GPU is kept free.
     """
     check_extra()
     from verifiers.trainers.memory.ways import best, ways_to_train
@@ -56,7 +56,7 @@ def plan(
     size = _size_of(model)
     length = min(LENGTH, size.longest or LENGTH) if length is None else length
     if size.longest is not None and length > size.longest:
-        raise click.UsageError(f"--length {length} is more than the {size.longest:,} positions that {model} knows")
+        raise click.UsageError(f"--length {length} is more than the context length of {model}, {size.longest:,}")
     cards, card_bytes, kind = _cards(gpus)
     host_bytes = _size("--host", host)[1] if host else float("inf")
     ways = ways_to_train(
@@ -72,12 +72,12 @@ def plan(
     click.echo("\n".join(table([_row(way) for way in ways], header=header, right=range(3, len(header) - 1))))
     chosen = best(ways)
     if chosen is None:
-        click.echo("nothing fits: take more or larger GPUs, shorter sequences (--length), or a smaller model")
+        click.echo("nothing fits: use more or larger GPUs, shorter sequences (--length), or a smaller model")
         raise click.exceptions.Exit(1)
     place = str(Path(model).parent) if Path(model).is_file() and model.endswith(".json") else model
     if chosen.plan.host and host is None:
         click.echo(
-            f"\nthe best that fits needs {_gb(chosen.plan.host)} GB of the host for each GPU; --host says what it has"
+            f"\nthe best that fits needs {_gb(chosen.plan.host)} GB of host memory per GPU; check it with --host SIZE"
         )
     click.echo(f"\nlaunch: {shlex.join(['vf', 'train', 'ENV', '-m', place, *chosen.flags])}")
 
@@ -110,12 +110,12 @@ def _size_of(model: str) -> ModelSize:
     try:
         config = get_config(model)
     except (OSError, ValueError, TypeError) as error:
-        raise click.ClickException(f"the configuration of {model} cannot be had: {error}") from error
+        raise click.ClickException(f"the configuration of {model} cannot be loaded: {error}") from error
     try:
         return ModelSize.of(config)
-    except Exception as error:  # transformers lays the model out, and fails in ways of its own
-        said = " ".join(str(error).split())[:300]
-        raise click.ClickException(f"no model can be made by the configuration of {model}: {said}") from error
+    except Exception as error:  # foreign code: transformers builds the model
+        reason = " ".join(str(error).split())[:300]
+        raise click.ClickException(f"the configuration of {model} does not define a valid model: {reason}") from error
 
 
 def _cards(gpus: str | None) -> tuple[int, float, str]:

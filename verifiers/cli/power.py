@@ -1,4 +1,4 @@
-"""``vf power``: a wanted resolution and how much scores vary → how many examples to run."""
+"""``vf power``: the number of examples to run for a wanted resolution, given how much scores vary."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 ROLLOUTS = (1, 2, 4, 8, 16)
 
 
-@click.command("power", short_help="Say how many examples an answer needs.")
+@click.command("power", short_help="Compute how many examples to run.")
 @click.argument("resolution", type=click.FloatRange(min=0, min_open=True), metavar="±X")
 @click.option("--run", "run", type=RUN, metavar="RUN", help="Measure how much scores vary on this run.")
-@click.option("--against", type=RUN, metavar="RUN", help="A second run: for the difference between two such runs.")
-@click.option("--mean", "mean", type=click.FloatRange(0, 1), metavar="P", help="Right or wrong, right this often.")
+@click.option("--against", type=RUN, metavar="RUN", help="A second run: measure their difference.")
+@click.option(
+    "--mean", "mean", type=click.FloatRange(0, 1), metavar="P", help="For right-or-wrong scores: the share right."
+)
 @click.option(
     "--sd", type=click.FloatRange(min=0, min_open=True), metavar="S", help="The standard deviation of a score."
 )
-@click.option("--metric", default="reward", show_default=True, metavar="NAME", help="Of the run.")
-@click.option("--correlation", type=float, metavar="R", help="For a difference: how alike two runs score an example.")
+@click.option("--metric", default="reward", show_default=True, metavar="NAME", help="The metric of the run.")
+@click.option("--correlation", type=float, metavar="R", help="For a difference: the correlation of two runs' scores.")
 @click.option(
-    "--power", "power_share", type=click.FloatRange(0.5, 0.999), metavar="P", help="Chance to see a difference."
+    "--power", "power_share", type=click.FloatRange(0.5, 0.999), metavar="P", help="Chance to detect the difference."
 )
-@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Of the interval.")
+@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Confidence level.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
-    """Say how many examples it takes to know a mean to ±X, or to see a difference of X between two runs.
+    """Compute how many examples are needed to know a mean to ±X, or to detect a difference of X between two runs.
 
     \b
-    vf power 0.03 --mean 0.7                            right or wrong, about 70% right
-    vf power 0.03 --run last                            as much spread as in this run
+    vf power 0.03 --mean 0.7                            right-or-wrong scores, about 70% right
+    vf power 0.03 --run last                            scores that vary as in this run
     vf power 0.03 --mean 0.7 --correlation 0.6 --power 0.8
     vf power 0.02 --run 1a2b --against 5e6f --power 0.8
     """
@@ -57,7 +59,7 @@ def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
         return
     what = f"know a mean to ±{resolution:g}"
     if given["power_share"] is not None:
-        what = f"see a difference of {resolution:g} with a chance of {given['power_share']:g}"
+        what = f"detect a difference of {resolution:g} with a chance of {given['power_share']:g}"
     elif is_measured_on_two or asked["correlation"] is not None:
         what = f"know a difference to ±{resolution:g}"
     if list(needed) == [1]:
@@ -69,28 +71,28 @@ def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
 
 
 def _spread(metric: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that say how much scores vary."""
+    """The keyword arguments that describe how much scores vary."""
     from verifiers import stats
 
     ways = [name for name in ("run", "mean", "sd") if given[name] is not None]
     if len(ways) != 1:
-        raise click.UsageError("say how much scores vary with one of --run RUN, --mean P and --sd S")
+        raise click.UsageError("specify how much scores vary, with one of --run RUN, --mean P and --sd S")
     if given["against"] is not None:
         if given["run"] is None or given["correlation"] is not None:
-            raise click.UsageError("--against goes with --run, and takes the place of --correlation")
+            raise click.UsageError("--against needs --run, and replaces --correlation")
         return {name: stats.by_example(*_scores(given[run], metric)) for name, run in (("a", "run"), ("b", "against"))}
     if given["run"] is not None:
         values, clusters = _scores(given["run"], metric)
         if len({value for value in values if value is not None}) == 1:
             raise click.UsageError(
-                f"every score of {given['run'].path} is the same; say how much scores vary with --sd S"
+                f"all scores of {given['run'].path} are equal; specify how much scores vary with --sd S"
             )
         return {"values": values, "clusters": clusters}
     if given["sd"] is not None:
         return {"sd": given["sd"]}
     p = given["mean"]
     if p in (0.0, 1.0):
-        raise click.UsageError(f"--mean {p:g}: scores that are all alike do not vary; give a mean between 0 and 1")
+        raise click.UsageError(f"--mean {p:g}: equal scores do not vary; pass a mean between 0 and 1")
     return {"mean": p}
 
 
@@ -112,7 +114,7 @@ def _scores(run: RunDir, metric: str) -> tuple[list[float | None], list[Any]]:
 
 
 def _needed(resolution: float, find: Callable[..., int], asked: dict[str, Any]) -> dict[int, int]:
-    """Examples by rollouts of each; one row only where nothing is known of repeats."""
+    """The number of examples by rollouts of each; only for one rollout if the variance of repeats is unknown."""
     needed: dict[int, int] = {}
     for rollouts in ROLLOUTS:
         try:

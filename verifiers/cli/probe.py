@@ -1,6 +1,6 @@
-"""This machine and its torch → what a model in this process could do. Run as a process of its own, it prints JSON.
+"""Measures what torch can do on this machine. `vf doctor` runs it as a separate process, which prints JSON.
 
-Nothing imports torch here until the function is called, and a torch that crashes takes no other program with it.
+This way ``vf doctor`` does not import torch, and survives a crash of it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sys
 import time
 from typing import Any
 
-# The matrices of SmolLM2-135M, which is what its decoding spends its time on: 30 layers, and the vocabulary.
+# The sizes of the matrices of SmolLM2-135M, whose products dominate its decoding: 30 layers, and the vocabulary.
 WIDTH, KEYS, INNER, LAYERS, VOCABULARY = 576, 192, 1536, 30, 49152
-BUILT_LAYERS = 3  # enough that they do not all fit into a cache
+BUILT_LAYERS = 3  # enough not to fit into a cache
 ROWS = {"cpu": 32, "cuda": 256}
 ROUNDS = 3
 MEASURE_S = 0.12  # each of two parts, in each round
 
 
 def probe() -> dict[str, Any]:
-    """Version, device, memory, the engine's choice of number type, and for each the tokens a second it allows."""
+    """The version, device, memory, the engine's default dtype, and the tokens per second that each dtype allows."""
     torch = importlib.import_module("torch")
     models = importlib.import_module("verifiers.engine.files.models")
     compiled = importlib.import_module("verifiers.kernels.cpu.binding")
@@ -30,7 +30,7 @@ def probe() -> dict[str, Any]:
     if has_cuda:
         properties = torch.cuda.get_device_properties(0)
         found |= {"gpu": properties.name, "gpus": torch.cuda.device_count(), "gpu_bytes": properties.total_memory}
-    # In turns, so that another program's busy moment does not fall on one of them alone.
+    # Measure alternately, so that load from other programs does not affect only one dtype.
     rounds = [{name: measure(torch, device, name) for name in ("float32", "bfloat16")} for _ in range(ROUNDS)]
     speeds = {name: max(speeds[name] for speeds in rounds) for name in rounds[0]}
     found["dtype"] = str(models.default_dtype(device)).removeprefix("torch.")
@@ -41,7 +41,7 @@ def probe() -> dict[str, Any]:
 
 
 def measure(torch: Any, device: str, dtype: str) -> float:
-    """Tokens a second if only the matrix products of SmolLM2-135M cost anything."""
+    """Tokens per second if decoding SmolLM2-135M consisted only of its matrix products."""
     rows = ROWS[device]
     linear = torch.nn.functional.linear
 
@@ -69,7 +69,7 @@ def measure(torch: Any, device: str, dtype: str) -> float:
 
 
 def timed(torch: Any, device: str, work: Any) -> float:
-    """Seconds a call takes, the best of as many as fit into the time."""
+    """Seconds per call: the minimum over `MEASURE_S`."""
 
     def call() -> float:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""``vf replay``: a saved run → the same run played once more from its record, and whether it went the same way."""
+"""``vf replay``: replays a saved run from its record, and reports the differences."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 SHOWN = 10
 
 
-@click.command("replay", short_help="Play a saved run again from its record.")
+@click.command("replay", short_help="Replay a saved run from its record.")
 @click.argument("run", type=RUN)
-@click.option("--env", "env_id", metavar="ENV", help="The environment to play in (default: that of the run).")
+@click.option("--env", "env_id", metavar="ENV", help="The environment (default: that of the run).")
 @click.option("-a", "--env-args", metavar="JSON", callback=read_json, help="Its arguments (default: those of the run).")
 @env_dir_option
-@click.option("--allow-network", is_flag=True, help="For tools that need it; without, nothing beyond this machine.")
+@click.option("--allow-network", is_flag=True, help="Allow connections to other machines, for tools that need them.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")
 @click.pass_context
@@ -41,15 +41,15 @@ def replay(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Play RUN again: every turn of the environment and every score, with the replies as they were recorded.
+    """Replay RUN: every turn of the environment and every score, with the recorded replies of the model.
 
     \b
     vf replay last
     vf replay 1a2b3c4d --json
 
-    The model is not asked and no network is used. Judges answer from what vf eval --record kept; without that they
-    cannot be asked.
-    Exit codes: 0 everything went the same way, 1 something did not, 2 wrong usage.
+    No model is called and no network is used. Judges need replies that were saved with the rollouts or recorded by
+    vf eval --record.
+    Exit codes: 0 all rollouts are as recorded, 1 some differ, 2 wrong usage.
     """
     from verifiers import calls, reruns
 
@@ -59,10 +59,10 @@ def replay(
         env = environment_of(metadata, env_id, env_args, env_dir_path, verbose)
         try:
             found = calls.run(lambda: reruns.replay(env, run, metadata=metadata))
-        except Exception as error:  # foreign code: the rows of an environment are made now
+        except Exception as error:  # foreign code: the environment makes its rows now
             raise explained(error, f"{run.path} cannot be replayed", verbose) from error
     if not found.states:
-        raise click.ClickException(f"{run.path} holds no finished rollout to replay")
+        raise click.ClickException(f"{run.path} contains no finished rollout to replay")
     if as_json:
         click.echo(json.dumps(_as_data(run, found), ensure_ascii=False, default=str))
     else:
@@ -84,10 +84,10 @@ def _as_data(run: RunDir, found: Replayed) -> dict[str, Any]:
 
 
 def describe(run: RunDir, found: Replayed) -> list[str]:
-    """How many went the same way, and what became of the others."""
-    lines = [f"{some(len(found.states), 'rollout')} of {run.path} played again: {found.same} as recorded"]
+    """The number of rollouts that are as recorded, and the differences of the others."""
+    lines = [f"{some(len(found.states), 'rollout')} of {run.path} replayed: {found.same} as recorded"]
     if found.changes:
-        lines[0] += f", {len(found.changes)} not"
+        lines[0] += f", {len(found.changes)} different"
         rows = [
             [f"  example {change.example_id}", f"rollout {change.rollout}", change.what] for change in found.changes
         ]
@@ -95,5 +95,5 @@ def describe(run: RunDir, found: Replayed) -> list[str]:
         if len(rows) > SHOWN:
             lines.append(f"  … and {len(rows) - SHOWN} more")
     if found.left_out:
-        lines.append(f"left out: {some(found.left_out, 'rollout')} that failed when the run was made")
+        lines.append(f"left out: {some(found.left_out, 'rollout')} that failed in the original run")
     return lines

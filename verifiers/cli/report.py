@@ -1,4 +1,4 @@
-"""Results → what a person reads at the end of ``vf eval``, and what a script reads."""
+"""Formats results for the end of ``vf eval``, as text or as plain data."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHOWN_EXAMPLES = 3
 SHOWN_LINES = 14
 LINE_CHARS = 100
 MAX_BINS = 10
-FEW_VALUES = 5  # of rewards, that are named each
+FEW_VALUES = 5  # distinct rewards that are listed one by one
 BLOCKS = " ▁▂▃▄▅▆▇█"
-OTHER_LINES = 5  # of the screen: what was said before the report and is said after it
+OTHER_LINES = 5  # lines of the screen before and after the report
 LEAST_LINES = 4  # of a rollout
 WORTH_TELLING_S = 0.1
 
 
 def report(results: Results, height: int | None = None) -> list[str]:
-    """The lines of the report; nothing in it can move the cursor. In a terminal all of it fits one screen."""
+    """The lines of the report, without control characters. In a terminal, it fits on one screen."""
     parts = str(results).splitlines()
     last = [line for line in parts if line.startswith(("tokens: ", "saved in "))]
     parts = [line for line in parts if line not in last]
@@ -44,12 +44,12 @@ def report(results: Results, height: int | None = None) -> list[str]:
 
 
 def _height() -> int | None:
-    """Lines of the terminal, None where the report goes elsewhere."""
+    """The height of the terminal; None if stdout is not one."""
     return shutil.get_terminal_size((80, 24)).lines if sys.stdout.isatty() else None
 
 
 def brief(results: Results) -> list[str]:
-    """How many, how many failed and why, and where it is: of one evaluation among several."""
+    """A short report for one of several evaluations: the number of rollouts, failures and causes, and the path."""
     from verifiers.results import counts_and_causes
 
     path = results.metadata.get("path_to_save")
@@ -58,7 +58,7 @@ def brief(results: Results) -> list[str]:
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """The same in plain data."""
+    """The report as plain data."""
     metadata, usage = results.metadata, results.usage
     return {
         "env_id": metadata.get("env_id"),
@@ -102,7 +102,7 @@ def _figures(results: Results, name: str) -> dict[str, float | None]:
 
 
 def _pass_table(results: Results, *, is_all: bool = False) -> dict[str, list[stats.PassAtK]]:
-    """pass@k, or pass^k, of the reward where it is right-or-wrong, else of each metric that is."""
+    """pass@k, or pass^k, of the reward if it is right-or-wrong, else of each metric that is."""
     if results.metadata.get("rollouts_per_example") == 1:
         return {}
     repeats = max(Counter(results["example_id"]).values(), default=0)
@@ -144,7 +144,7 @@ def _is_binary(values: Sequence[float | None]) -> bool:
 
 
 def _pass_at_k(results: Results) -> Iterator[str]:
-    """pass@k and pass^k of the most rollouts there are, where the reward itself is right or wrong."""
+    """pass@k and pass^k for the largest k, if the reward is right-or-wrong."""
     row, every = (_pass_table(results, is_all=is_all).get("reward", []) for is_all in (False, True))
     for found in (*row[-1:], *every[-1:]):
         interval = "" if found.low is None else f"  [{found.low:.3f}, {found.high:.3f}]"
@@ -165,7 +165,7 @@ def _stops(results: Results) -> Iterator[str]:
 
 
 def _rewards(results: Results) -> Iterator[str]:
-    """How the rewards are spread, in one line: each with its count where they are few, else as a row of blocks."""
+    """The distribution of rewards in one line: values with their counts if there are few, else a row of blocks."""
     rewards = [reward for reward in results["reward"] if reward is not None]
     bins = histogram(rewards)
     if not bins:
@@ -179,7 +179,7 @@ def _rewards(results: Results) -> Iterator[str]:
 
 
 def histogram(values: Sequence[float]) -> list[tuple[str, int]]:
-    """Counts by value where there are few values, else by ten equal ranges.
+    """Counts by value if there are few values, else in ten equal ranges.
 
     >>> histogram([0, 1, 1, 0.5])
     [('0.000', 1), ('0.500', 1), ('1.000', 2)]
@@ -194,10 +194,8 @@ def histogram(values: Sequence[float]) -> list[tuple[str, int]]:
 
 
 def _examples(results: Results) -> Iterator[str]:
-    """The slowest and the worst examples, where they differ from the rest."""
-    states: dict[
-        Any, State
-    ] = {}  # plain numbers beside them: lists by the thousand would set off the garbage collector
+    """The slowest and the worst examples, if they differ from the rest."""
+    states: dict[Any, State] = {}  # separate dicts of numbers: thousands of lists would trigger the garbage collector
     times: dict[Any, float] = {}
     sums: dict[Any, float] = {}
     counts: dict[Any, int] = {}
@@ -237,10 +235,10 @@ def _one_rollout(results: Results) -> list[str]:
 
 
 def conversation(messages: Any, *, role: str = "prompt") -> list[str]:
-    """Messages as indented lines, long ones cut; tool calls as they would be written in Python."""
+    """Messages as indented lines, long ones truncated; tool calls in Python syntax."""
     messages = messages or []
     if isinstance(messages, list | tuple) and all(isinstance(message, Mapping) for message in messages):
-        pairs = [(role_of(message) or role, _said(message)) for message in messages_to_printable(list(messages))]
+        pairs = [(role_of(message) or role, _text(message)) for message in messages_to_printable(list(messages))]
     else:
         pairs = [(role, str(messages))]
     shown = []
@@ -252,16 +250,16 @@ def conversation(messages: Any, *, role: str = "prompt") -> list[str]:
     return [printable(line) for line in shown]
 
 
-def _said(message: Any) -> str:
-    """The text of a message, and under it the tools it calls."""
-    calls = [_called(function) for function in called_functions(message)] if isinstance(message, dict) else []
+def _text(message: Any) -> str:
+    """The text of a message, followed by its tool calls."""
+    calls = [_call_text(function) for function in called_functions(message)] if isinstance(message, dict) else []
     return "\n".join([*([text] if (text := text_of(message)).strip() else []), *calls])
 
 
-def _called(function: Mapping[str, Any]) -> str:
+def _call_text(function: Mapping[str, Any]) -> str:
     """A tool call in one line.
 
-    >>> _called({"name": "light", "arguments": {"on": True, "room": "hall"}})
+    >>> _call_text({"name": "light", "arguments": {"on": True, "room": "hall"}})
     "→ light(on=True, room='hall')"
     """
     given = function.get("arguments")

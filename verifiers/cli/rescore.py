@@ -1,4 +1,4 @@
-"""``vf rescore``: a saved run → the same rollouts with new scores, in a run directory of their own."""
+"""``vf rescore``: scores the rollouts of a saved run again, and saves them in a new run directory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from verifiers.store import RunDir
 
 
-@click.command("rescore", short_help="Score a saved run anew, without a model.")
+@click.command("rescore", short_help="Score a saved run again, without a model.")
 @click.argument("run", type=RUN)
 @click.option("--env", "env_id", metavar="ENV", help="The environment that scores (default: that of the run).")
 @click.option("-a", "--env-args", metavar="JSON", callback=read_json, help="Its arguments (default: those of the run).")
 @env_dir_option
 @click.option("--rubric", metavar="FILE:NAME", help="A rubric, a function that makes one, or a reward function.")
 @click.option(
-    "--dataset-answers", is_flag=True, help="Score by the data set's answers and info of now (default: those saved)."
+    "--dataset-answers", is_flag=True, help="Use the data set's current answers and info (default: those saved)."
 )
 @click.option("-o", "--output", metavar="FOLDER", help="Where to save (default: a new folder beside the run).")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
@@ -51,14 +51,14 @@ def rescore(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Score the rollouts of RUN with the environment as it is now, or with another rubric; the policy is not asked.
+    """Score the rollouts of RUN with the environment as it is now, or with another rubric; nothing is sampled.
 
     \b
     vf rescore last
     vf rescore 1a2b3c4d --rubric strict.py:make_rubric
     vf rescore 1a2b3c4d -a '{"use_think": true}' -o outputs/strict
 
-    A reward function sees what was saved, the answer too; what else it reads of it must be saved with vf eval -C.
+    Reward functions see what was saved, including the answer; further state keys must be saved with vf eval -C.
     Exit codes: 0 scored, 1 a rollout could not be scored, 2 wrong usage.
     """
     from verifiers import calls, reruns
@@ -72,10 +72,10 @@ def rescore(
             env.rubric = read_rubric(rubric, verbose)
         try:
             found = calls.run(lambda: reruns.rescore(env, run, dataset_answers=dataset_answers))
-        except Exception as error:  # foreign code: the rows of an environment are made now
+        except Exception as error:  # foreign code: the environment makes its rows now
             raise explained(error, f"{run.path} cannot be scored", verbose) from error
         if not found.states:
-            raise click.ClickException(f"{run.path} holds nothing to score ({some(found.left_out, 'failed rollout')})")
+            raise click.ClickException(f"{run.path} has nothing to score ({some(found.left_out, 'failed rollout')})")
         results = Results(found.states).judged_by(env)
         how = {"rubric": rubric, "dataset_answers": dataset_answers}
         path = _save(env, run, metadata, found, results, output, how)
@@ -86,10 +86,10 @@ def rescore(
 def environment_of(
     metadata: dict[str, Any], env_id: str | None, env_args: dict[str, Any] | None, folder: str, verbose: bool
 ) -> Environment:
-    """The environment that a run was made with, or the one that was named."""
+    """The environment of a run, or the one given with ``--env``."""
     name = env_id or metadata.get("env_id")
     if not name:
-        raise click.UsageError("the run does not say which environment it was made with; name it with --env")
+        raise click.UsageError("the run does not say which environment it was made with; pass it with --env")
     args = env_args if env_args is not None else (metadata.get("env_args") or {}) if env_id is None else {}
     return load(str(name), folder, args, verbose=verbose)
 
@@ -101,14 +101,14 @@ def read_rubric(given: str, verbose: bool) -> Any:
     file, colon, name = given.rpartition(":")
     if not colon or not name.isidentifier() or not Path(file).is_file():
         raise click.UsageError(
-            f"--rubric {given}: it must be FILE:NAME, such as strict.py:make_rubric, and the file exist"
+            f"--rubric {given}: it must be FILE:NAME with an existing file, such as strict.py:make_rubric"
         )
     try:
         spec = importlib.util.spec_from_file_location(f"rubric_of_{Path(file).stem}", file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # reward functions in worker processes are found by their module
+        sys.modules[spec.name] = module  # worker processes import reward functions by their module
         spec.loader.exec_module(module)
         found = getattr(module, name, None)
         rubric = found
@@ -117,12 +117,12 @@ def read_rubric(given: str, verbose: bool) -> Any:
     except Exception as error:  # foreign code
         raise explained(error, f"{file} cannot be loaded", verbose) from error
     if not isinstance(rubric, Rubric):
-        raise click.UsageError(f"--rubric {given}: {name!r} is no rubric and returns none, but {type(rubric).__name__}")
+        raise click.UsageError(f"--rubric {given}: {name!r} must be or return a Rubric, not {type(rubric).__name__}")
     return rubric
 
 
 def _needs_nothing(function: Any) -> bool:
-    """Is this a function that makes a rubric, rather than a reward?"""
+    """Whether a callable needs no arguments, so that it makes a rubric; else it is a reward function."""
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -164,7 +164,7 @@ def _save(
             out.append(record)
     made.update_metadata(
         {
-            # Of a run that was not finished, so is what was made of it.
+            # If the run was not finished, neither is its rescored copy.
             "finished": status_of(run, metadata) == "finished",
             **{key: metadata[key] for key in ("interrupted", "ended_early") if metadata.get(key)},
             "reward_weights": env.rubric.reward_shares(),
@@ -200,7 +200,7 @@ def _report(run: RunDir, results: Results, found: Rescored, as_json: bool, *, da
         click.echo(json.dumps(figures, ensure_ascii=False, default=str))
     else:
         click.echo("\n".join(printable(line) for line in str(results).splitlines()))
-        click.echo(f"the reward was {'–' if before is None else f'{before:.3f}'}; no model was asked to play")
+        click.echo(f"the reward was {'–' if before is None else f'{before:.3f}'}; nothing was sampled again")
         if found.missed:
             click.echo(f"notice: {printable(in_words(found.missed))}", err=True)
         for notice in _about_answers(found, dataset_answers):
@@ -212,14 +212,14 @@ def _report(run: RunDir, results: Results, found: Rescored, as_json: bool, *, da
 
 
 def _about_answers(found: Rescored, dataset_answers: bool) -> Iterator[str]:
-    """Where the data set and the run do not agree on what was asked, by which of them it was scored."""
+    """Notices on examples that differ between the run and the data set: which of the two was used for scoring."""
     if found.differing and not dataset_answers:
         yield (
-            f"the data set has another answer or info now for {some(len(found.differing), 'example')}, which "
-            "were scored by those of the run; to score by those of the data set: --dataset-answers"
+            f"the data set now has another answer or info for {some(len(found.differing), 'example')}, which "
+            "were scored by those of the run; to use those of the data set: --dataset-answers"
         )
     if found.unknown and dataset_answers:
         yield (
-            f"{some(len(found.unknown), 'example')} of the run, scored by the saved answers: the data set "
-            "does not have them, or asks something else"
+            f"{some(len(found.unknown), 'example')} of the run were scored by the saved answers: the data set "
+            "does not contain them, or has another prompt"
         )

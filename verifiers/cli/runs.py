@@ -1,4 +1,4 @@
-"""What a person calls a run (a folder, the start of its id, ``last``) → the run directory."""
+"""Finds the run directory for RUN on the command line: a folder, the start of an id, or ``last``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOTS = (EVALS, "outputs/train")
 
 
 class RunArgument(click.ParamType):  # type: ignore[type-arg]  # generic in some versions only
-    """A run: its folder, the start of its id under ./outputs, or ``last`` for the newest evaluation, or run at all."""
+    """A run: its folder, the start of its id under ./outputs, or ``last`` for the newest run under ``last_of``."""
 
     name = "RUN"
 
@@ -40,7 +40,7 @@ RUN_OF_ANY_KIND = RunArgument(ROOTS)
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The runs that could be meant, by folder and by id; files where there is none."""
+    """Completions for a run, by folder and by id; file names if no run matches."""
     from verifiers.store import list_runs
 
     saved = list_runs(*ROOTS)
@@ -51,7 +51,7 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
 
 def find_run(name: str, last_of: Sequence[str] = (EVALS,)) -> RunDir:
-    """The run of this name; where there is none, a sentence with what there is."""
+    """The run of this name; if there is none, an error that suggests others."""
     from verifiers.store import RunDir, is_run_dir, list_runs
 
     path = Path(name).expanduser()
@@ -72,9 +72,10 @@ def find_run(name: str, last_of: Sequence[str] = (EVALS,)) -> RunDir:
 
 def _not_found(name: str, found: list[RunDir], saved: list[RunDir], *, is_folder: bool) -> str:
     if found:
-        return f"{name!r} begins the id of {len(found)} runs: {', '.join(run.path.name for run in found[:5])}; say more"
+        ids = ", ".join(run.path.name for run in found[:5])
+        return f"{name!r} begins the id of {len(found)} runs: {ids}; use more characters"
     if is_folder:
-        return f"{name} holds no run: a run has a results.jsonl or a metadata.json"
+        return f"{name} contains no run: a run has a results.jsonl or a metadata.json"
     if not saved:
         return f"there is no run {name!r}, and none in {' or '.join(ROOTS)}; vf eval ENV saves one"
     names = {run.path.name: str(run.path) for run in saved}
@@ -83,19 +84,19 @@ def _not_found(name: str, found: list[RunDir], saved: list[RunDir], *, is_folder
 
 
 def metadata_of(run: RunDir) -> dict[str, Any]:
-    """What a run says of itself; a damaged file is told and read as empty."""
+    """The metadata of a run; if its file is damaged, print a notice and return an empty dict."""
     try:
         return run.metadata
     except OSError as error:
-        click.echo(f"notice: {error.filename}: {error.strerror}; going on without it", err=True)
+        click.echo(f"notice: {error.filename}: {error.strerror}; continuing without it", err=True)
         return {}
     except ValueError as error:
-        click.echo(f"notice: {error}; going on without it", err=True)
+        click.echo(f"notice: {error}; continuing without it", err=True)
         return {}
 
 
 def note_damage(run: RunDir) -> None:
-    """Say so where lines of a run cannot be read."""
+    """Print a notice if lines of a run cannot be read."""
     damaged = run.rows().damaged
     if damaged:
         click.echo(f"notice: {damaged} damaged line(s) of {run.results_path} are left out", err=True)

@@ -1,4 +1,4 @@
-"""``vf runs``: the saved runs as a list, with tags and notes; and their deletion."""
+"""``vf runs``: lists saved runs, edits their tags and notes, and deletes them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NAME_CHARS = (20, 14, 10, 8)  # of environments and models
 @click.group("runs", short_help="List, tag, annotate and delete saved runs.", invoke_without_command=True)
 @click.pass_context
 def runs(ctx: click.Context) -> None:
-    """List, tag, annotate and delete saved runs; alone it lists them.
+    """List, tag, annotate and delete saved runs; without a subcommand, list them.
 
     \b
-    vf runs                              the newest first
-    vf runs list capitals baseline       those that mention both words
+    vf runs                              newest first
+    vf runs list capitals baseline       runs that mention both words
     vf runs tag last baseline
     vf runs note 1a2b "before the new prompt"
     vf runs delete 1a2b 5e6f
@@ -40,10 +40,10 @@ def runs(ctx: click.Context) -> None:
 @runs.command("list")
 @click.argument("words", metavar="[WORD]...", nargs=-1)
 @click.option("--root", metavar="PATH", multiple=True, help="Where to look (default outputs/evals and outputs/train).")
-@click.option("--all", "show_all", is_flag=True, help=f"All of them, not the newest {SHOWN_RUNS}.")
+@click.option("--all", "show_all", is_flag=True, help=f"List all, not only the newest {SHOWN_RUNS}.")
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
 def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, as_json: bool) -> None:
-    """List saved runs, the newest first; with WORDs those that mention them all, in id, environment, model, tag, note
+    """List saved runs, newest first; with WORDs, those that mention all of them in id, environment, model, tag, note
     or status."""
     from verifiers.store import list_runs
 
@@ -61,22 +61,22 @@ def list_command(words: tuple[str, ...], root: tuple[str, ...], show_all: bool, 
     click.echo(head)
     for one, line in zip(shown, lines, strict=True):
         click.echo(line)
-        if said := _tags_and_note(one):
-            click.echo(f"  {hang(said, 2)}")
+        if notes := _tags_and_note(one):
+            click.echo(f"  {hang(notes, 2)}")
     more = f"; --all shows {len(wanted) - len(shown)} more" if len(wanted) > len(shown) else ""
-    click.echo(dim(f"{some(len(wanted), 'run')}{more}; vf view ID looks into one"))
+    click.echo(dim(f"{some(len(wanted), 'run')}{more}; vf view ID shows one"))
 
 
 @runs.command("tag")
 @click.argument("run", type=RUN_OF_ANY_KIND)
 @click.argument("tags", metavar="TAG...", nargs=-1)
-@click.option("-d", "--remove", metavar="TAG", multiple=True, help="Take this tag away.")
+@click.option("-d", "--remove", metavar="TAG", multiple=True, help="Remove this tag.")
 def tag_command(run: RunDir, tags: tuple[str, ...], remove: tuple[str, ...]) -> None:
     """Add TAGs to RUN, or remove some."""
     from verifiers.store import keeping
 
     if not tags and not remove:
-        raise click.UsageError("which tag? vf runs tag RUN TAG, or -d TAG to take one away")
+        raise click.UsageError("no tag given; use vf runs tag RUN TAG, or -d TAG to remove one")
     has = _kept(lambda: keeping.tag(run, tags, remove))
     click.echo(f"{run.path.name}: {' '.join(map(printable, has)) or 'no tags'}")
 
@@ -85,7 +85,7 @@ def tag_command(run: RunDir, tags: tuple[str, ...], remove: tuple[str, ...]) -> 
 @click.argument("run", type=RUN_OF_ANY_KIND)
 @click.argument("text")
 def note_command(run: RunDir, text: str) -> None:
-    """Write a note TEXT beside RUN, in place of the one before; "" takes it away."""
+    """Set the note of RUN to TEXT, replacing an earlier one; "" removes it."""
     from verifiers.store import keeping
 
     _kept(lambda: keeping.note(run, text))
@@ -96,7 +96,7 @@ def note_command(run: RunDir, text: str) -> None:
 @click.argument("chosen", type=RUN_OF_ANY_KIND, metavar="RUN...", nargs=-1, required=True)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def delete_command(chosen: tuple[RunDir, ...], yes: bool) -> None:
-    """Delete RUNs for good; one that is running is refused."""
+    """Delete RUNs permanently; a running one is refused."""
     from verifiers.store import keeping
 
     for run in chosen:
@@ -111,7 +111,7 @@ def delete_command(chosen: tuple[RunDir, ...], yes: bool) -> None:
 
 
 def about(run: RunDir) -> dict[str, Any]:
-    """What a list shows of a run."""
+    """The properties of a run that a list shows."""
     from verifiers.store import keeping
 
     metadata = metadata_of(run)
@@ -133,7 +133,7 @@ def about(run: RunDir) -> dict[str, Any]:
 
 
 def _kept(change: Any) -> Any:
-    """A change of a run; why it could not be made is one sentence."""
+    """Apply a change to a run; any failure is an error of one sentence."""
     from verifiers.store import RunInUseError
 
     try:
@@ -153,7 +153,7 @@ def _mentions(one: dict[str, Any], words: tuple[str, ...]) -> bool:
 
 
 def _table(shown: list[dict[str, Any]]) -> list[str]:
-    """A line each; in a terminal names are cut until it holds them, below some width the terminal breaks lines."""
+    """One line per run; in a terminal, names are shortened until lines fit, but not below `NAME_CHARS[-1]`."""
     header = ["id", "environment", "model", "rollouts", "reward", "status", "when"]
     lines: list[str] = []
     for most in NAME_CHARS:
@@ -178,7 +178,7 @@ def _tags_and_note(one: dict[str, Any]) -> str:
 
 
 def shortened(name: str, most: int) -> str:
-    """A name that leaves room for the rest of its line; the end of a path says more than its beginning.
+    """A name shortened to its last ``most`` characters, because the end of a path is more informative.
 
     >>> shortened("capitals", 20), shortened("Qwen/Qwen3-30B-A3B-Instruct-2507", 20)
     ('capitals', '…0B-A3B-Instruct-2507')
@@ -187,7 +187,7 @@ def shortened(name: str, most: int) -> str:
 
 
 def ago(date: Any, now: datetime | None = None) -> str:
-    """How long ago a time in ISO format was.
+    """The time since a date in ISO format, as text.
 
     >>> ago("2026-01-01T10:00:00+00:00", datetime(2026, 1, 1, 12, 30, tzinfo=UTC))
     '2 h ago'

@@ -1,4 +1,4 @@
-"""``vf serve``: a model → an OpenAI-compatible server in front of it."""
+"""``vf serve``: serves a local model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @click.command("serve", short_help="Serve a local model to OpenAI clients.")
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on.")
-@click.option("--api-key", metavar="KEY", help="The key clients must send; other users of this machine can see it.")
+@click.option(
+    "--api-key", metavar="KEY", help="The key that clients must send; other users of this machine can see it."
+)
 @click.option("--api-key-var", metavar="NAME", help="Environment variable with that key.")
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may call it by (repeat).")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may use (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
-@click.option("--name", metavar="NAME", help="What clients call the model; by default as MODEL ends.")
-@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Requests at once.")
-@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens of a conversation at most.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Of the weights; float32 on a CPU, bfloat16 on a GPU.")
+@click.option("--name", metavar="NAME", help="The model's name for clients (default: the end of MODEL).")
+@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Concurrent requests.")
+@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Maximum tokens of a conversation.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Of the weights (default: float32 on a CPU, bfloat16 on a GPU)."
+)
 def serve(
     model: str,
     host: str,
@@ -40,7 +44,7 @@ def serve(
 ) -> None:
     """Serve MODEL (local, a folder, a GGUF file, a hub name) at http://HOST:PORT/v1 until Ctrl-C."""
     if api_key is not None and api_key_var is not None:
-        raise click.UsageError("--api-key and --api-key-var are the same thing; give one of them")
+        raise click.UsageError("--api-key and --api-key-var are the same setting; pass one of them")
     if api_key_var is not None:
         api_key = os.environ.get(api_key_var)
         if not api_key:
@@ -49,8 +53,8 @@ def serve(
 
     if not is_loopback(host) and api_key is None and not insecure:
         raise click.UsageError(
-            f"--host {host} without a key lets whoever reaches it use the model and replace its weights; give "
-            "--api-key-var NAME, or --insecure if that is meant"
+            f"--host {host} without a key lets anyone who can reach it use the model and replace its weights; pass "
+            "--api-key-var NAME, or --insecure if that is intended"
         )
     check_local(model)
     check_port(host, port)
@@ -75,20 +79,20 @@ def serve(
             on_ready=lambda url: _say(local_model.model, url),
         )
     except OSError as error:
-        raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
     finally:
         local_model.close()
 
 
 def check_port(host: str, port: int) -> None:
-    """A port that is in use is heard of before anything is loaded."""
+    """Raise an error if the port is in use, before anything is loaded."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[4])
     except OSError as error:
-        raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
 
 
 def _say(model: str, url: str) -> None:

@@ -1,4 +1,4 @@
-"""``vf sft``: examples and a model → a model that imitates them, as a warm-up for ``vf train``."""
+"""``vf sft``: supervised fine-tuning of a model on examples, as a warm-up for ``vf train``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from verifiers.trainers.config import SFTConfig
 @click.option(
     "-d", "--data", metavar="PATH", help="A saved run, or a file of rows (jsonl, json, parquet); default ENV's answers."
 )
-@click.option("--eval-data", metavar="PATH", help="Rows whose loss is told at each --eval-steps.")
+@click.option("--eval-data", metavar="PATH", help="Rows whose loss is computed every --eval-steps.")
 @knob_options(SFTConfig)
 @click.pass_context
 def sft(ctx: click.Context, /, **given: Any) -> None:
-    """Train MODEL to say what examples say: rows with prompt and completion or messages, saved rollouts, gold answers.
+    """Train MODEL to imitate examples: rows with prompt and completion or messages, saved rollouts, gold answers.
 
     \b
-    vf sft arithmetic -m smollm2 --max-steps 100         the environment's own answers, as its parser wants them
+    vf sft arithmetic -m smollm2 --max-steps 100         the environment's answers, in its parser's format
     vf sft -m smollm2 -d outputs/evals/… --min-reward 1  the rollouts of a run that were right
     vf sft -m ./folder -d chats.jsonl --num-epochs 2     every assistant turn of {"messages": […]}
 
-    A file (@ config.toml) may hold any of the keys below, at the top or under [sft], and env, model, data, [env] and
-    [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    A file (@ config.toml) may contain any of the keys below, at the top or under [sft], and env, model, data, [env]
+    and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with told(given["verbose"]):
         job = Job.of(ctx, SFTConfig, given)
@@ -43,7 +43,7 @@ def sft(ctx: click.Context, /, **given: Any) -> None:
         model = job.model()
         env = job.environment()
         if env is None and data is None:
-            raise click.UsageError("what is it to imitate? give ENV for its answers, or -d PATH for a run or a file")
+            raise click.UsageError("no examples to train on; pass ENV for its answers, or -d PATH for a run or a file")
         trainer = job.build(lambda: _trainer(job, model, env, data))
         if given["dry_run"]:
             job.show_plan(trainer, _plan(trainer))
@@ -72,6 +72,6 @@ def _plan(trainer: Any) -> Mapping[str, Any]:
     dropped = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
     more = f" (left out: {dropped})" if dropped else ""
     return {
-        "examples": f"{len(found.samples)} with {tokens:,} tokens to learn{more}",
+        "examples": f"{len(found.samples)} with {tokens:,} tokens to train on{more}",
         "a step": f"{trainer.rows_per_step} examples",
     }

@@ -1,4 +1,4 @@
-"""``vf simulate``: figures of one card, and how many there are → how well a run would use them."""
+"""``vf simulate``: predicts how well a run would use many GPUs, from measurements on one."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ HELP = {
     "sampler_gpus": "GPUs that sample.",
     "gpus_a_replica": "GPUs of one sampler (tensor parallel).",
     "slots": "Sequences that a sampler decodes at once.",
-    "tokens_per_s_alone": "Measured: tokens a second of one sequence alone.",
-    "tokens_per_s_full": "Measured: tokens a second of a full sampler, of all its sequences together.",
-    "turns": "Turns of a rollout.",
-    "tokens_a_turn": "Tokens that the model says in a turn, on average.",
+    "tokens_per_s_alone": "Measured: tokens per second of a single sequence.",
+    "tokens_per_s_full": "Measured: tokens per second of a full sampler, summed over its sequences.",
+    "turns": "Turns per rollout.",
+    "tokens_a_turn": "Mean tokens that the model generates per turn.",
     "tokens_sigma": "Their spread: sigma of a log-normal distribution.",
-    "prompt_tokens": "Tokens of a rollout that the model did not say.",
-    "env_s": "Seconds that the environment takes between two turns, on average.",
-    "env_sigma": "Their spread; 1.0 is a long tail, as tools have.",
-    "score_s": "Processor seconds that scoring takes for one rollout.",
-    "env_workers": "Processors that score.",
-    "trainer_gpus": "GPUs that learn.",
-    "batch": "Rollouts of a step.",
+    "prompt_tokens": "Tokens of a rollout that the model did not generate.",
+    "env_s": "Mean seconds of the environment between two turns.",
+    "env_sigma": "Their spread, as above; 1.0 is a long tail, as tools have.",
+    "score_s": "CPU seconds to score one rollout.",
+    "env_workers": "CPUs that score.",
+    "trainer_gpus": "GPUs that train.",
+    "batch": "Rollouts per step.",
     "peak_tflops": "Peak of one GPU, in TFLOPS.",
-    "mfu": "Measured: share of the peak that learning reaches.",
-    "max_staleness": "Updates that a rollout may be behind; 0: sampling and learning take turns.",
-    "sync_gb_per_s": "Gigabytes a second at which new weights reach a sampler.",
-    "sync_latency_s": "Seconds that an exchange of weights takes beside that.",
-    "train_s": "Measured: seconds of an update, in place of parameters, peak and mfu.",
-    "colocated": "The same GPUs sample and learn, in turn.",
+    "mfu": "Measured: share of the peak that training reaches.",
+    "max_staleness": "Maximum updates that a rollout may be behind; 0: sampling and training alternate.",
+    "sync_gb_per_s": "Gigabytes per second of a weight transfer to a sampler.",
+    "sync_latency_s": "Further seconds of a weight transfer.",
+    "train_s": "Measured: seconds per update, instead of parameters, peak and mfu.",
+    "colocated": "The same GPUs sample and train, in turn.",
     "steps": "Steps to simulate, after those that fill the pipeline.",
-    "seed": "Of what is drawn.",
+    "seed": "Random seed.",
 }
 
 
 def setup_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One option for each field."""
+    """Add one option for each field of `Setup`."""
     for one in reversed(fields(Setup)):
         name = f"--{one.name.replace('_', '-')}"
         if one.type == "bool":
@@ -55,15 +55,15 @@ def setup_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command("simulate", short_help="Predict how well a large run would use its GPUs.")
+@click.command("simulate", short_help="Predict how well a large run will use its GPUs.")
 @setup_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(as_json: bool, **given: Any) -> None:
-    """Predict steps an hour and how busy samplers and trainer are, from figures that were measured on one card.
+    """Predict steps per hour and the utilisation of samplers and trainer, from measurements on one GPU.
 
     \b
     vf simulate                                     1,000 GPUs and a model of 8 billion parameters
-    vf simulate --max-staleness 0                   the same, sampling and learning in turn
+    vf simulate --max-staleness 0                   the same, sampling and training in turn
     vf simulate --sampler-gpus 1 --trainer-gpus 1 --colocated --batch 256 --max-staleness 0
     """
     try:
@@ -75,7 +75,7 @@ def simulate(as_json: bool, **given: Any) -> None:
         click.echo(json.dumps({"setup": asdict(setup), "prediction": asdict(found)}))
         return
     click.echo("\n".join(table([list(row) for row in _rows(setup, found)])))
-    click.echo("what is assumed: docs/scale.md, or verifiers/trainers/distributed/simulation.py")
+    click.echo("assumptions: see docs/scale.md, or verifiers/trainers/distributed/simulation.py")
 
 
 def _rows(setup: Setup, found: Prediction) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Rows of cells → aligned lines that cannot move the cursor, and the words for counts."""
+"""Formats tables, wrapped lines and counts for the terminal, without control characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black
 
 
 def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: Sequence[int] = ()) -> list[str]:
-    """Aligned columns; those named in ``right`` are aligned to the right, the last one is never padded.
+    """Aligned columns; those in ``right`` are right-aligned, and lines have no trailing spaces.
 
     >>> table([["a", "1"], ["long", "23"]], header=["name", "n"], right=[1])
     ['name   n', 'a      1', 'long  23']
@@ -36,7 +36,7 @@ def terminal_width() -> int:
 
 
 def hang(text: str, indent: int) -> str:
-    """A text in the last column: further lines begin under its first.
+    """Wrap a text in the last column with a hanging indent.
 
     >>> print("name: " + hang("one two", 6))
     name: one two
@@ -47,9 +47,9 @@ def hang(text: str, indent: int) -> str:
 
 
 def fitted(lines: Iterable[str], *, indent: int | None = None, stream: TextIO | None = None) -> list[str]:
-    """Lines as wide as the terminal, broken between words and indented; as they are where they go elsewhere.
+    """Lines wrapped to the width of the terminal and indented; unchanged if the stream is not a terminal.
 
-    Only at spaces: a path or a command that is broken by us could not be copied.
+    Lines are broken only at spaces, so that paths can still be copied.
     """
     stream = stream or sys.stdout
     if not stream.isatty():
@@ -70,7 +70,7 @@ def _wrapped(line: str, width: int, indent: str) -> list[str]:
 
 
 def status_word(status: str) -> str:
-    """``ok``, ``warn``, ``fail`` or ``skip`` in its colour, as wide as the others."""
+    """``ok``, ``warn``, ``fail`` or ``skip`` in its colour, padded to four characters."""
     return click.style(f"{status:<4}", fg=COLOURS[status])
 
 

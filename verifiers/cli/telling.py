@@ -1,4 +1,4 @@
-"""What a person is told while a command runs: the log on stderr, and warnings as single lines."""
+"""Shows the log and warnings on stderr while a command runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ QUIET = ("WARNING", "ERROR", "CRITICAL")
 
 @contextmanager
 def told(verbose: bool) -> Iterator[None]:
-    """The log on stderr and warnings as single lines, for as long as the command lasts."""
+    """Within this context, the log goes to stderr and warnings are single lines."""
     from verifiers.logs import setup_logging
 
     logger = logging.getLogger("verifiers")
     handlers, level = list(logger.handlers), logger.level
     level_name = "DEBUG" if verbose else os.environ.get("VF_LOG_LEVEL", "WARNING")
-    # When and in which module is of use to those who asked for a log.
+    # Times and module names are shown only at a verbose level.
     setup_logging(level_name, "notice: %(message)s" if level_name.upper() in QUIET else None)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)

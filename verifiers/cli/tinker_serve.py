@@ -1,4 +1,4 @@
-"""``vf tinker-serve``: a model → a server that Tinker's SDK trains against, on this machine."""
+"""``vf tinker-serve``: serves a local model to Tinker's SDK, for training and sampling."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from verifiers.cli.answering import BUNDLED, LOCAL, check_local
 from verifiers.logs import setup_logging
 
 
-@click.command("tinker-serve", short_help="Serve a local model to Tinker's SDK, to train and to sample.")
+@click.command("tinker-serve", short_help="Serve a local model to Tinker's SDK for training and sampling.")
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="Port to listen on.")
 @click.option("--dir", "folder", metavar="PATH", help="Where adapters are saved (default outputs/tinker).")
 @click.option("--api-key-var", metavar="NAME", help="Environment variable with the key that clients must send.")
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may call it by (repeat).")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may use (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
-@click.option("--name", metavar="NAME", help="What clients call the model; by default as MODEL ends.")
-@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Samples drawn at once.")
-@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens of a sequence at most.")
+@click.option("--name", metavar="NAME", help="The model's name for clients (default: the end of MODEL).")
+@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Concurrent samples.")
+@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Maximum tokens of a sequence.")
 def tinker_serve(
     model: str,
     host: str,
@@ -34,7 +34,7 @@ def tinker_serve(
     rows: int | None,
     length: int | None,
 ) -> None:
-    """Serve MODEL (local, a folder, a hub name) to Tinker's SDK until Ctrl-C; LoRA adapters are what is trained.
+    """Serve MODEL (local, a folder, a hub name) to Tinker's SDK until Ctrl-C; only LoRA adapters are trained.
 
     \b
     vf tinker-serve smollm2
@@ -49,8 +49,8 @@ def tinker_serve(
 
     if not is_loopback(host) and api_key is None and not insecure:
         raise click.UsageError(
-            f"--host {host} without a key lets whoever reaches it train and read; give --api-key-var NAME, or "
-            "--insecure if that is meant"
+            f"--host {host} without a key lets anyone who can reach it train and read; pass --api-key-var NAME, or "
+            "--insecure if that is intended"
         )
     check_local(model)
     if missing := [one for one in ("peft", "google.protobuf") if not _has(one)]:
@@ -77,7 +77,7 @@ def tinker_serve(
     try:
         tinker.serve(server, on_ready=lambda url: _say(server.service.name, url))
     except OSError as error:
-        raise click.ClickException(f"{host}:{port} cannot be listened on: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
 
 
 def _say(name: str, url: str) -> None:

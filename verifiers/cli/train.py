@@ -1,4 +1,4 @@
-"""``vf train``: an environment, a model and a configuration → a trained model and its run directory."""
+"""``vf train``: trains a model on an environment, and writes the model and a run directory."""
 
 from __future__ import annotations
 
@@ -31,27 +31,30 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where the model is: in this process, or at Tinker (key in TINKER_API_KEY), which trains a LoRA.",
 )
-@click.option("--base-url", metavar="URL", help="Where Tinker is; a server of your own is vf tinker-serve.")
+@click.option("--base-url", metavar="URL", help="URL of Tinker; vf tinker-serve runs your own server.")
 @click.option(
-    "--sampler", multiple=True, metavar="URL", help="Sample there: vf serve, vf-vllm; a file of URLs (repeat)."
+    "--sampler",
+    multiple=True,
+    metavar="URL",
+    help="Server to sample from: vf serve, vf-vllm; or a file of URLs (repeat).",
 )
 @click.option("--sampler-key-var", metavar="NAME", help="Environment variable with the key of the samplers.")
 @knob_options(GRPOConfig)
 @click.pass_context
 def train(ctx: click.Context, /, **given: Any) -> None:
-    """Train MODEL on ENV in this process, by comparing rollouts of the same prompt with one another.
+    """Train MODEL on ENV with GRPO, which compares rollouts of the same prompt with one another.
 
     \b
     vf train reverse-text -m smollm2 --max-steps 100 --learning-rate 1e-5
     vf train gsm8k -m Qwen/Qwen3-0.6B --lora --batch-size 64 --group-size 16
     vf train @ config.toml --eval-before-after      everything from a file
-    vf train … --sampler http://gpu2:8000/v1        another process samples, and gets each update's weights
+    vf train … --sampler http://gpu2:8000/v1        another process samples, and receives each update's weights
     vf train … --launch fsdp2 --processes 8         on 8 GPUs, each with a part of the model (or ddp, zero2, zero3)
-    vf train … --dry-run                            what would be done
-    vf train … --resume outputs/train/…             go on with a run that was stopped
+    vf train … --dry-run                            show the plan
+    vf train … --resume outputs/train/…             continue a run that was stopped
     vf train gsm8k -m Qwen/Qwen3-8B --backend tinker --lora-r 32 --max-steps 50
 
-    The file may hold any of the keys below, at the top or under [train], and env, model, [env] (with id and the
+    The file may contain any of the keys below, at the top or under [train], and env, model, [env] (with id and the
     arguments of load_environment) and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with told(given["verbose"]):
@@ -61,10 +64,10 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         model = job.model()
         env = job.environment()
         if env is None:
-            raise click.UsageError("which environment is it to be trained on? give ENV, or env in the file")
+            raise click.UsageError("no environment to train on; pass ENV, or set env in the file")
         is_remote = given["backend"] == "tinker"
         if given["base_url"] and not is_remote:
-            raise click.UsageError("--base-url says where Tinker is; it goes with --backend tinker")
+            raise click.UsageError("--base-url is the URL of Tinker; it needs --backend tinker")
         trainer = job.build(lambda: (_tinker_trainer if is_remote else _trainer)(job, model, env))
         if given["dry_run"]:
             _show_remote_plan(trainer) if is_remote else job.show_plan(trainer, _plan(trainer))
@@ -95,7 +98,7 @@ def _tinker_trainer(job: Job, model: str, env: Any) -> Any:
 
     rank = job.given["lora_r"] or (job.settings.lora or {}).get("r")
     if job.given["lora_alpha"] or "alpha" in (job.settings.lora or {}):
-        raise click.UsageError("--lora-alpha is Tinker's to decide; leave it out")
+        raise click.UsageError("--lora-alpha cannot be set with Tinker; leave it out")
     where = job.given["base_url"]
     return TinkerTrainer(model, env, job.config(), base_url=where, **({} if rank is None else {"rank": rank}))
 
@@ -114,7 +117,7 @@ def _plan(trainer: Any) -> Mapping[str, Any]:
 
 
 def _show_remote_plan(trainer: Any) -> None:
-    """What a dry run prints of a model that is elsewhere."""
+    """Print the plan of a dry run for a remote model."""
     shown = {
         **_plan(trainer),
         "steps": f"{trainer.total_steps} ({trainer.num_steps_per_epoch} an epoch)",
@@ -127,7 +130,7 @@ def _show_remote_plan(trainer: Any) -> None:
 
 
 class BeforeAfter:
-    """Evaluates when a training begins and ends, and can say how the two differ."""
+    """A callback that evaluates before and after training."""
 
     def __init__(self) -> None:
         self.found: list[Results] = []

@@ -1,4 +1,4 @@
-"""What ``vf train`` and ``vf sft`` share: words → a trainer, Ctrl-C → a checkpoint, a report → a few lines."""
+"""The common parts of ``vf train`` and ``vf sft``: options, running a trainer, Ctrl-C, and the final report."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from verifiers.trainers.base_config import TrainingConfig
     from verifiers.trainers.watch.report import Report
 
-ENDS = 5  # steps of each end that a reward or loss is told by
+ENDS = 5  # the first and last steps whose means are reported
 FAILED = 1
 
 
 def training_options(command: Any) -> Any:
-    """The options of both commands that are no fields of a configuration."""
+    """Add the options of both commands that are not fields of a configuration."""
     options: list[Callable[[Any], Any]] = [
         click.option("-m", "--model", metavar="MODEL", help="smollm2, a folder, a hub name."),
         click.option(
@@ -43,7 +43,7 @@ def training_options(command: Any) -> Any:
         ),
         env_dir_option,
         click.option(
-            "--config", metavar="FILE", help="A TOML file, also written @ FILE; the command line wins over it."
+            "--config", metavar="FILE", help="A TOML file, also written @ FILE; the command line overrides it."
         ),
         click.option("--lora", is_flag=True, help="Train adapters instead of all weights."),
         click.option("--lora-r", type=click.IntRange(min=1), metavar="N", help="Their rank (default 8)."),
@@ -53,9 +53,9 @@ def training_options(command: Any) -> Any:
             metavar="[PATH]",
             is_flag=False,
             flag_value="",
-            help="Go on from the last checkpoint: of a run, or of --output-dir or --run-name.",
+            help="Continue from the last checkpoint: of a run, or of --output-dir or --run-name.",
         ),
-        click.option("--save-model", metavar="PATH", help="Where the trained model goes (default RUN/model)."),
+        click.option("--save-model", metavar="PATH", help="Where to save the trained model (default RUN/model)."),
         click.option(
             "--launch",
             type=click.Choice(ENGINES),
@@ -65,9 +65,9 @@ def training_options(command: Any) -> Any:
             "--processes",
             type=click.IntRange(min=1),
             metavar="N",
-            help="How many (default: one for each GPU); --batch-size stays that of all together.",
+            help="Number of processes (default: one per GPU); --batch-size is that of all together.",
         ),
-        click.option("--dry-run", is_flag=True, help="Load everything, show what would be done, and end."),
+        click.option("--dry-run", is_flag=True, help="Load everything, show the plan, and exit."),
         click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks."),
     ]
     for option in reversed(options):
@@ -77,7 +77,7 @@ def training_options(command: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training as it was asked for, on the command line and in a file."""
+    """One training with the settings of the command line and of a file."""
 
     ctx: click.Context
     given: Mapping[str, Any]
@@ -90,16 +90,16 @@ class Job:
         return cls(ctx=ctx, given=given, settings=settings, kind=kind)
 
     def config(self) -> TrainingConfig:
-        said = {one.name: self.given.get(one.name) for one in fields(self.kind)}
-        said = {name: value for name, value in said.items() if name in given_values(self.ctx)}
-        config = self.kind(**{**self.settings.knobs, **said})
+        values = {one.name: self.given.get(one.name) for one in fields(self.kind)}
+        values = {name: value for name, value in values.items() if name in given_values(self.ctx)}
+        config = self.kind(**{**self.settings.knobs, **values})
         divide_batch(config)
         return config
 
     def model(self) -> str:
         model = self.given["model"] or self.settings.model
         if model is None:
-            raise click.UsageError("which model is to be trained? give -m smollm2, -m ./folder or -m a hub name")
+            raise click.UsageError("no model to train; pass -m smollm2, -m ./folder or -m with a name on the hub")
         return str(model)
 
     def environment(self) -> Environment | None:
@@ -110,38 +110,38 @@ class Job:
         return load(env_id, self.given["env_dir_path"], args, verbose=self.given["verbose"])
 
     def lora(self) -> Any:
-        said = {name: self.given[f"lora_{name}"] for name in ("r", "alpha") if self.given[f"lora_{name}"] is not None}
-        if not (self.given["lora"] or said or self.settings.lora is not None):
+        values = {name: self.given[f"lora_{name}"] for name in ("r", "alpha") if self.given[f"lora_{name}"] is not None}
+        if not (self.given["lora"] or values or self.settings.lora is not None):
             return None
         from verifiers.trainers import lora_defaults
 
-        return lora_defaults(**{**(self.settings.lora or {}), **said})
+        return lora_defaults(**{**(self.settings.lora or {}), **values})
 
     def resume(self) -> bool | str:
-        said = self.given["resume"]
-        return False if said is None else said or True
+        path = self.given["resume"]
+        return False if path is None else path or True
 
-    # --- running it -----------------------------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------------------------
 
     def build(self, make: Callable[[], Any]) -> Any:
-        """A trainer; whatever is wrong with what it was given is one sentence."""
+        """Make the trainer; any failure is an error of one sentence."""
         try:
             click.echo(f"loading {self.model()}", err=True)
             return make()
         except (click.ClickException, KeyboardInterrupt):
             raise
-        except Exception as error:  # a model or a data set of others
-            raise explained(error, "the training cannot begin", self.given["verbose"]) from error
+        except Exception as error:  # foreign code: a model or a data set
+            raise explained(error, "the training cannot start", self.given["verbose"]) from error
 
     def run(self, trainer: Any) -> tuple[Report, Interrupted | None]:
-        """Train; also what ended it early, where Ctrl-C or a signal did."""
+        """Train; return the report and, if Ctrl-C or a signal stopped it early, that interruption."""
         from verifiers.runner import RunInterruptedError
 
         with Stopping(trainer) as stopping:
             trainer.callbacks.append(stopping)
             try:
                 report: Report = trainer.train(resume=self.resume())
-            except RunInterruptedError as stop:  # among rollouts; a checkpoint has been written
+            except RunInterruptedError as stop:  # stopped during rollouts; a checkpoint has been written
                 return trainer.report, stop
             except Exception as error:  # foreign code: an environment, a model, a disk
                 raise explained(error, "the training ended", self.given["verbose"]) from error
@@ -150,7 +150,7 @@ class Job:
         return report, stopping.asked
 
     def end(self, trainer: Any, report: Report, *, stop: Interrupted | None, more: Sequence[str] = ()) -> None:
-        """Keep the model, say how it went, and exit with 0, or 130 after Ctrl-C."""
+        """Save the model unless stopped early, print a summary, and exit with the code of the signal if stopped."""
         lines = [_course(report, is_stopped=stop is not None), *more]
         if stop is None:
             path = self.given["save_model"] or report.path / "model"
@@ -160,11 +160,11 @@ class Job:
         click.echo("\n".join(lines))
         if stop is not None:
             again = command_line(self.ctx, given_values(self.ctx), without=("resume",), resume=str(report.path))
-            click.echo(f"stopped by {stop.cause} after step {trainer.step}; go on with: {again}")
+            click.echo(f"stopped by {stop.cause} after step {trainer.step}; continue with: {again}")
             self.ctx.exit(stop.exit_code)
 
     def show_plan(self, trainer: Any, plan: Mapping[str, Any]) -> None:
-        """What a dry run prints."""
+        """Print the plan of a dry run."""
         model = trainer.model
         trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
         first = next(model.parameters())
@@ -185,16 +185,16 @@ def _course(report: Report, *, is_stopped: bool) -> str:
     name, values = report.curve()
     if not values:
         return "no step was finished" if is_stopped else "no step was made: there is nothing left to do"
-    said = f"{name} {_ends(values)} in {some(len(values), 'step')}"
+    line = f"{name} {_ends(values)} in {some(len(values), 'step')}"
     if (n := _num_ends(values)) > 1:
-        said += f" (means of the first and the last {n})"
+        line += f" (means of the first and the last {n})"
     if sampled := report.rewards_sampled:
-        said += f"; of all sampled {_ends(sampled)}"
-    return said
+        line += f"; of all sampled {_ends(sampled)}"
+    return line
 
 
 def _ends(values: Sequence[float]) -> str:
-    """The means of both ends, of which no step is in both; of a single step its value."""
+    """The means of the first and the last steps, which do not overlap; for a single step, its value."""
     n = _num_ends(values)
     first, last = sum(values[:n]) / n, sum(values[-n:]) / n
     return f"{first:.3f} → {last:.3f}" if len(values) > 1 else f"{first:.3f}"
@@ -205,7 +205,7 @@ def _num_ends(values: Sequence[float]) -> int:
 
 
 class Stopping(AbstractContextManager["Stopping"]):
-    """Ctrl-C or a signal while this lasts: the step is finished and a checkpoint written; a second one ends at once."""
+    """Within this context, Ctrl-C or a signal finishes the step and saves a checkpoint; a second one ends at once."""
 
     def __init__(self, trainer: Any = None) -> None:
         self.trainer = trainer
@@ -226,18 +226,18 @@ class Stopping(AbstractContextManager["Stopping"]):
         if self.asked is not None:
             raise Interrupted(signum=number)
         self.asked = Interrupted(signum=number)
-        said = "finishing this step, then saving a checkpoint; Ctrl-C again ends at once"
+        message = "finishing this step, then saving a checkpoint; Ctrl-C again ends at once"
         report = getattr(self.trainer, "report", None)
         if report is None:
-            click.echo(said, err=True)
+            click.echo(message, err=True)
         else:
-            report.display.say(said)
+            report.display.say(message)
 
     def on_step_end(self, trainer: Any, figures: Mapping[str, Any]) -> None:
         from verifiers.trainers.distributed.processes import all_gather
 
         asked = [one for one in all_gather(trainer.accelerator, getattr(self.asked, "signum", None)) if one is not None]
-        if asked:  # in any process: they stop after the same step
+        if asked:  # of any process, so that all stop after the same step
             self.asked = self.asked or Interrupted(signum=asked[0])
             trainer.report.checkpoint(trainer)
             trainer.should_stop = True

@@ -1,4 +1,4 @@
-"""``vf uninstall``: an installed environment → none; nothing but an environment is ever removed."""
+"""``vf uninstall``: uninstalls environments; other packages are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from verifiers.logs import printable
 
 @click.command("uninstall", short_help="Uninstall environments.")
 @click.argument("names", metavar="ENV...", nargs=-1, required=True, shell_complete=complete_environments)
-@click.option("--with", "program", type=click.Choice(["pip", "uv"]), help="Default: pip, or uv where there is no pip.")
+@click.option("--with", "program", type=click.Choice(["pip", "uv"]), help="Default: pip, or uv if there is no pip.")
 def uninstall(names: tuple[str, ...], program: str | None) -> None:
-    """Uninstall ENV from this Python: an environment that vf install put there. What it needed stays.
+    """Uninstall ENV, an installed environment, from this Python. Its dependencies stay.
 
-    Exit codes: 0 uninstalled, 1 not uninstalled (nothing of that name is installed, or it is no environment).
+    Exit codes: 0 uninstalled, 1 not uninstalled (it is not installed, or is not an environment).
     """
     from verifiers import packages
 

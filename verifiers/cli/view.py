@@ -1,4 +1,4 @@
-"""``vf view``: run directories → pages in the browser, or one file that holds them."""
+"""``vf view``: shows run directories in the browser, or exports them as one HTML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verifiers.viewer.server import MAX_COMPARED, ViewerServer
 @click.command("view", short_help="Look at runs and trainings in the browser.")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path), shell_complete=complete_runs)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; any free one if not given.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on (default: any free port).")
 @click.option(
     "-o",
     "--root",
@@ -33,22 +33,22 @@ from verifiers.viewer.server import MAX_COMPARED, ViewerServer
     "roots",
     multiple=True,
     type=click.Path(path_type=Path, file_okay=False),
-    help="A folder of runs; outputs/evals and outputs/train if not given. Repeatable.",
+    help="A folder of runs (default: outputs/evals and outputs/train; repeat).",
 )
 @click.option(
     "--export",
     "export_to",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the pages into one HTML file, and serve nothing.",
+    help="Write the pages into one HTML file instead of serving them.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     default=None,
-    help=f"Rollouts of each run that --export ({DEFAULT_LIMIT}) or --inline ({INLINE_LIMIT}) holds.",
+    help=f"Maximum rollouts per run for --export (default {DEFAULT_LIMIT}) and --inline (default {INLINE_LIMIT}).",
 )
-@click.option("--inline", is_flag=True, help="Show the pages in a notebook's cell: %vf view --inline.")
+@click.option("--inline", is_flag=True, help="Show the pages in a notebook cell: %vf view --inline.")
 @click.option("--open/--no-open", "opens", default=True, show_default=True, help="Open the browser.")
 def view(
     runs: tuple[Path, ...],
@@ -60,9 +60,9 @@ def view(
     inline: bool,
     opens: bool,
 ) -> None:
-    """Look at RUNs (folders, the start of an id, last) in the browser, until Ctrl-C; without any, at all runs here.
+    """Show RUNs (folders, the start of an id, last) in the browser, until Ctrl-C; without RUNs, show all runs here.
 
-    Nothing is written to a run, and a run that goes on is followed. Two runs are shown side by side.
+    Nothing is written to a run, and a running one is updated live. Two runs are shown side by side.
     """
     library, paths = _library_of(runs, roots)
     if inline:
@@ -75,12 +75,12 @@ def view(
     try:
         server.start()
     except OSError as error:
-        raise click.ClickException(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     try:
         url = server.url + _first_page(library, paths)
         click.echo(f"the viewer is at {url}\npress Ctrl-C to stop", err=True)
         if not server.is_local:
-            click.echo(f"note: --host {host} lets everyone who can reach this machine read these runs", err=True)
+            click.echo(f"note: --host {host} lets anyone who can reach this machine read these runs", err=True)
         if opens and _has_screen():
             webbrowser.open(url)
         threading.Event().wait()
@@ -91,13 +91,13 @@ def view(
 
 
 def _has_screen() -> bool:
-    """Without one, a browser in the terminal would start and keep it."""
+    """Whether there is a display; without one, a text browser would take over the terminal."""
     named = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
     return named or sys.platform in ("darwin", "win32")
 
 
 def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Library, list[Path]]:
-    """What was asked for: runs by name, folders of runs, or everything under the usual roots."""
+    """The library for the given runs and folders of runs (default: the usual roots), and the paths of the runs."""
     paths, folders = [], list(roots)
     for given in runs:
         run = given.parent if given.name == "results.jsonl" else given
@@ -109,7 +109,7 @@ def _library_of(runs: tuple[Path, ...], roots: tuple[Path, ...]) -> tuple[Librar
             paths.append(find_run(str(given), ROOTS).path)
         else:
             raise click.UsageError(
-                f"{printable(str(given))} is no run directory, and there is none in it; vf eval makes one"
+                f"{printable(str(given))} is not a run directory and contains none; vf eval makes one"
             )
     if not paths and not folders:
         folders = list(DEFAULT_ROOTS)
@@ -130,7 +130,7 @@ def _first_page(library: Library, paths: list[Path]) -> str:
 def _show_inline(library: Library, first_page: str, limit: int | None) -> None:
     if not is_notebook():
         raise click.UsageError(
-            "--inline shows the pages inside a notebook, and `!vf` is a process of its own that cannot: write "
+            "--inline shows the pages inside a notebook, but `!vf` runs in another process: write "
             "%load_ext verifiers in a cell, and %vf view --inline in the next"
         )
     try:
@@ -140,13 +140,13 @@ def _show_inline(library: Library, first_page: str, limit: int | None) -> None:
 
 
 def load_magic(shell: Any) -> None:
-    """What ``%load_ext verifiers`` does: ``%vf view --inline RUN`` in a cell."""
+    """Register ``%vf view --inline RUN``; called by ``%load_ext verifiers``."""
 
     def vf(line: str) -> None:
         """%vf view --inline [RUN]... shows runs in the output of this cell."""
         command, *arguments = shlex.split(line) or [""]
         if command != "view" or "--inline" not in arguments:
-            print(f"%vf shows runs in a cell: %vf view --inline [RUN]...; for anything else there is !vf {line}")
+            print(f"%vf only shows runs in a cell: %vf view --inline [RUN]...; for other commands use !vf {line}")
             return
         try:
             view.main(arguments, prog_name="vf view", standalone_mode=False)
@@ -163,4 +163,4 @@ def _export(library: Library, path: Path, limit: int) -> None:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{printable(str(path))} cannot be written: {error.strerror}") from error
-    click.echo(f"{printable(str(path))} ({size / 1e6:.1f} MB) opens in any browser, with no server")
+    click.echo(f"{printable(str(path))} ({size / 1e6:.1f} MB) opens in any browser, without a server")

@@ -1,4 +1,4 @@
-"""Saved runs, used again without a model: scored anew, played anew."""
+"""Reuses saved runs without sampling from a model: rescores them, or replays them."""
 
 from verifiers.reruns.offline import NoNetworkError, no_network
 from verifiers.reruns.play import play

@@ -1,4 +1,4 @@
-"""Texts that hold JSON → what they hold."""
+"""Decodes attribute values that are JSON text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """Structured values are written as JSON texts where attributes cannot hold them."""
+    """The decoded value of JSON text, other values unchanged: span attributes often contain structured data as JSON."""
     if not isinstance(value, str) or value[:1] not in ("[", "{"):
         return value
     try:

@@ -1,4 +1,4 @@
-"""An environment → the judges in its rubrics, and whom they ask for a while."""
+"""Finds the judges in an environment's rubrics, and replaces their clients temporarily."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verifiers.rubrics import JudgeRubric, Rubric
 
 
 def members_of(env: Environment) -> list[Environment]:
-    """An environment, and the members of a group, however deep."""
+    """An environment and, recursively, the members of a group."""
     return [env, *(member for inner in getattr(env, "envs", ()) for member in members_of(inner))]
 
 
 def judges_of(env: Environment) -> list[JudgeRubric]:
-    """Every judge in an environment's rubrics, those of its members too."""
+    """All judges in the rubrics of an environment and its members."""
     waiting: list[Rubric] = [member.rubric for member in members_of(env)]
     judges: list[JudgeRubric] = []
     while waiting:
@@ -32,7 +32,7 @@ def judges_of(env: Environment) -> list[JudgeRubric]:
 
 
 class _Looking(OpenAILooks):
-    """A client that reward functions may also call the way OpenAI's objects are called."""
+    """A client that reward functions can also call with the interface of OpenAI's client."""
 
     def __init__(self, client: Client, base_url: str) -> None:
         self.client = client
@@ -44,21 +44,21 @@ class _Looking(OpenAILooks):
 
 @contextmanager
 def judges_answer(env: Environment, client_for: Callable[[str], Client]) -> Iterator[None]:
-    """While this lasts, whoever asks a judge asks ``client_for(name of its server)``."""
+    """Within this context, each judge's client is ``client_for(name of its server)``."""
     with _instead(env, lambda judge, server: client_for(server)):
         yield
 
 
 @contextmanager
 def judges_recorded(env: Environment, path: Path) -> Iterator[None]:
-    """While this lasts, what judges say is recorded in a cassette."""
+    """Within this context, judge replies are recorded in a cassette."""
     with _instead(env, lambda judge, server: Cassette(path, as_client(judge.judge_client), namespace=server)):
         yield
 
 
 @contextmanager
 def _instead(env: Environment, client_for: Callable[[JudgeRubric, str], Client]) -> Iterator[None]:
-    """Put a client in the place of each server of judges, and name it: "" the first of the environment, 2 the next."""
+    """Replace each judge server by a client and give it a name: "" for the first, "2" for the second, and so on."""
     judges = judges_of(env)
     before = [(judge.judge_client, judge.class_objects["judge_client"]) for judge in judges]
     clients: dict[str | int, _Looking] = {}

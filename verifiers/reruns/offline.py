@@ -1,4 +1,4 @@
-"""A stretch of a program → the same stretch without a network: what it would reach beyond this machine is refused."""
+"""A context in which Python connections to other machines are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_HUB_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")  # data sets then come from their cache, without retries
+_HUB_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")  # make data sets load from their cache, without retries
 _ADDRESS_AT = {"socket.connect": 1, "socket.sendto": 1, "socket.sendmsg": 1, "socket.getaddrinfo": 0}
 _LOCAL_NAMES = ("", "localhost", "ip6-localhost")
 
@@ -20,12 +20,12 @@ _is_hooked = False
 
 
 class NoNetworkError(OSError):
-    """Something asked for the network while there is none to be had."""
+    """A connection to another machine was attempted within `no_network`."""
 
 
 @contextmanager
 def no_network() -> Iterator[None]:
-    """While this lasts, this process reaches nothing but itself and its machine.
+    """Within this context, Python code in this process can connect only to this machine.
 
     >>> with no_network(), socket.socket(type=socket.SOCK_DGRAM) as datagrams:
     ...     datagrams.sendto(b"hello", ("192.0.2.1", 53))
@@ -47,7 +47,7 @@ def no_network() -> Iterator[None]:
 
 
 def _hook_once() -> None:
-    """See every connection that Python makes; such a hook cannot be taken back, so it is added only when needed."""
+    """Install an audit hook for connections, only when first needed, because audit hooks cannot be removed."""
     global _is_hooked
     if not _is_hooked:
         sys.addaudithook(_refuse)
@@ -59,7 +59,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
         return
     address = arguments[_ADDRESS_AT[event]]
     host = address[0] if isinstance(address, tuple) else address
-    if event == "socket.getaddrinfo" or isinstance(address, tuple):  # else a path on this machine
+    if event == "socket.getaddrinfo" or isinstance(address, tuple):  # else a Unix socket
         name = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host or "")
         if not _is_here(name):
             raise NoNetworkError(errno.ENETUNREACH, f"{name} was not reached: there is no network here")

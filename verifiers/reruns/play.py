@@ -1,4 +1,4 @@
-"""Rows, each with a client of its own → scored rollouts, in the same order."""
+"""Runs and scores rows, each with its own client, and returns the rollouts in the same order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifiers.rubrics.score import Score, note_scoring_time, write_advantages, 
 from verifiers.types import Row, SamplingArgs, State
 
 AT_ONCE = 64
-OnFunction = Callable[[State, str, float], None]  # a rollout, the reward function that scored it, its seconds
+OnFunction = Callable[[State, str, float], None]  # (rollout, name of the reward function, seconds it took)
 
 
 async def play(
@@ -29,11 +29,10 @@ async def play(
     judged: Sequence[Any] | None = None,
     on_function: OnFunction | None = None,
 ) -> list[State]:
-    """Play each row with its client; rollouts of one example are scored as a group.
+    """Run each row with its client; rollouts of one example are scored as a group.
 
-    ``names`` says which rollout each is, so that recorded judges find what they said of it; ``judged`` has what they
-    replied to what they were asked, where it was saved; ``on_function`` is told how many seconds each reward function
-    took.
+    ``names`` identify the rollouts, so that a cassette of judges finds its replies. ``judged`` contains the saved judge
+    replies of each rollout, or None. ``on_function`` is called with the seconds that each reward function took.
     """
     sampling = merge_sampling(env.sampling_args, sampling_args)
     gate = asyncio.Semaphore(AT_ONCE)
@@ -45,7 +44,7 @@ async def play(
             ask_for(name)
             return await env.run_row(row, find_answerer(client, model), sampling)
 
-    rows = [env.formatted(row) for row, _ in pairs]  # all before the first coroutine: one may be refused
+    rows = [env.formatted(row) for row, _ in pairs]  # before creating coroutines: this may raise
     plays = [play_one(row, client, name) for row, (_, client), name in zip(rows, pairs, known, strict=True)]
     states = list(await asyncio.gather(*plays))
     for state, replies in zip(states, judged or (), strict=False):
@@ -62,7 +61,7 @@ async def play(
 async def score(
     env: Environment, group: Sequence[State], names: Sequence[str] = (), on_function: OnFunction | None = None
 ) -> None:
-    """Score the rollouts of one example, those without an error, and write the scores into them."""
+    """Score the rollouts of one example that have no error, and write the scores into their states."""
     began = time.perf_counter()
     named = zip(group, names or [""] * len(group), strict=True)
     pairs = [(state, name) for state, name in named if state.get("error") is None]

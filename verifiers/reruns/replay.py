@@ -1,4 +1,4 @@
-"""A saved run and its environment → the same rollouts played once more from what was recorded, and what differs."""
+"""Replays a saved run in its environment from the recorded replies, and reports the differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASSETTE = "cassette.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A rollout that did not go as it went when it was recorded."""
+    """A rollout whose replay differs from its record."""
 
     example_id: Any
     rollout: int
@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(kw_only=True)
 class Replayed:
-    """How a replay compares with its record."""
+    """The states of a replay, and how they compare with the saved records."""
 
     states: list[State] = field(default_factory=list)
     rollouts: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Replayed:
 
 
 class Recorded:
-    """A client that says what was said in one saved rollout, turn by turn."""
+    """A client that returns the replies of one saved rollout, turn by turn."""
 
     base_url = "recorded:"
 
@@ -63,7 +63,7 @@ class Recorded:
         self.asked += 1
         if self.asked > len(self.replies):
             raise NotRecordedError(
-                f"the environment asks for reply {self.asked}, and {len(self.replies)} were recorded"
+                f"the environment asks for reply {self.asked}, but only {len(self.replies)} were recorded"
             )
         message = self.replies[self.asked - 1]
         is_last = self.asked == len(self.replies)
@@ -72,16 +72,16 @@ class Recorded:
 
 
 class NoJudge:
-    """In the place of judges who are asked what no record has a reply to."""
+    """A client for judges without a recording; it is asked only for replies that were not saved, and always raises."""
 
     base_url = "recorded:"
 
     async def complete(self, request: Request) -> Completion:
-        raise NotRecordedError("no reply of the judge to this was saved; record a run with: vf eval … --record")
+        raise NotRecordedError("no judge reply to this prompt was saved; record a run with: vf eval … --record")
 
 
 async def replay(env: Environment, run: RunDir, *, metadata: Mapping[str, Any] | None = None) -> Replayed:
-    """Play a saved run again. Judges reply to each rollout as they did: as it was saved with it, or in the cassette."""
+    """Replay a saved run. Judge replies are those saved with each rollout, or those in the run's cassette."""
     rows = rows_by_id(env)
     found = Replayed()
     records = []

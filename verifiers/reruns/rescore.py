@@ -1,4 +1,4 @@
-"""A saved run and an environment → the same rollouts with that environment's scores; no model is asked to play."""
+"""Scores the rollouts of a saved run with an environment's rubric; nothing is sampled again."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from verifiers.store.plain import to_json
 from verifiers.store.record import CORE_COLUMNS
 from verifiers.types import Row, State
 
-# Of the old score, beside the reward and metrics; the judge that is asked now may be another one.
+# Fields of the old score besides reward and metrics. Old judge replies are dropped: the judge may be another one now.
 _OLD_SCORES = ("group_size", "score_alone", "scoring_ms", "judge_response")
 
 
 @dataclass(kw_only=True)
 class Rescored:
-    """Rollouts with their new scores, and those that hold nothing to score."""
+    """Rollouts with their new scores, and the number left out because they had nothing to score."""
 
     states: list[State] = field(default_factory=list)
     rollouts: list[int] = field(default_factory=list)
     left_out: int = 0
-    missed: set[str] = field(default_factory=set)  # what functions looked for in the states, and was not saved
-    differing: set[Any] = field(default_factory=set)  # examples whose answer or info the data set has otherwise now
-    unknown: set[Any] = field(default_factory=set)  # examples that the data set does not have, or asks in other words
+    missed: set[str] = field(default_factory=set)  # state keys that reward functions read but the run did not save
+    differing: set[Any] = field(default_factory=set)  # examples whose answer or info is different in the data set now
+    unknown: set[Any] = field(default_factory=set)  # examples not in the data set, or with another prompt there
 
     def records(self, state_columns: Iterable[str] = ()) -> Iterator[Record]:
         for state, rollout in zip(self.states, self.rollouts, strict=True):
@@ -40,9 +40,9 @@ class Rescored:
 
 
 async def rescore(env: Environment, run: RunDir, *, dataset_answers: bool = False) -> Rescored:
-    """Score what a run saved. A rollout that failed before it could be scored has nothing to score, and is left out.
+    """Score the saved rollouts of a run again, except those that failed before they could be scored.
 
-    Rollouts have the answer and info that they were played with, or with ``dataset_answers`` those of the data set now.
+    Rollouts keep their saved answer and info; with ``dataset_answers``, they get those of the data set now.
     """
     rows = rows_by_id(env)
     found = Rescored()
@@ -73,21 +73,21 @@ def _failed_in_grading(record: Record) -> bool:
 
 
 def _other_answers(record: Record, row: Row) -> Row:
-    """What is to be known of a rollout, as its row has it now; nothing where it is what was saved."""
+    """The row's answer and info, where they differ from those saved with the rollout."""
     given = {name: row.get(name) for name in ("answer", "info") if row.get(name) is not None}
     if isinstance(info := given.get("info"), str):
-        with suppress(msgspec.DecodeError):  # a text that is no JSON is another info, of which its function can tell
+        with suppress(msgspec.DecodeError):  # info that is not JSON is compared as text
             given["info"] = msgspec.json.decode(info)
     return {name: value for name, value in given.items() if to_json(value) != to_json(record.get(name))}
 
 
 def rows_by_id(env: Environment) -> dict[Any, Row]:
-    """The environment's rows by example id: those to evaluate on, and where it has none those to train on."""
+    """The environment's evaluation rows (training rows if it has none) by example id."""
     return {row["example_id"]: row for row in env.get_eval_dataset()}
 
 
 def row_of(record: Record, rows: Mapping[Any, Row]) -> Row:
-    """The environment's own row, if it asks what the record was asked; else the row as the record has it."""
+    """The environment's row if its prompt is that of the record; else a row made from the record."""
     row = rows.get(record["example_id"])
     if row is not None and row.get("prompt") == record.get("prompt"):
         return row
@@ -95,7 +95,7 @@ def row_of(record: Record, rows: Mapping[Any, Row]) -> Row:
 
 
 def unscored_state(record: Record, row: Row) -> State:
-    """A saved rollout as it was before it was scored."""
+    """The state of a saved rollout before scoring."""
     metrics = record.get("metrics")
     old: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
     forgotten = {*_OLD_SCORES, *(old.keys() - {*CORE_COLUMNS})}

@@ -1,8 +1,7 @@
-"""Files of OpenTelemetry spans → the calls of a model in them, as the GenAI conventions say them, old and new.
+"""Files of OpenTelemetry spans → the model calls in them, by the old and new GenAI semantic conventions.
 
-What OpenInference and Vercel's AI SDK call by other names is translated (`vendor_spans`).
-
-OTLP/JSON (whole, or an object a line, as collectors write it) and the JSON of the SDKs' own spans are read.
+`vendor_spans` translates the attributes of OpenInference and of Vercel's AI SDK. Files may contain OTLP/JSON (one
+value, or one object per line, as collectors write it) or the JSON that OpenTelemetry SDKs write for single spans.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _KINDS = {"system": "system", "user": "user", "assistant": "assistant", "tool": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One span, in whatever form it came."""
+    """One span, whatever format it was read from."""
 
     trace: str
     id: str
@@ -38,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call of a model; ``reply`` is None where there was none, or where the trace was recorded without content."""
+    """One model call; ``reply`` is None if there was none, or if the trace was recorded without content."""
 
     span: Span
     prompt: list[ChatMessage]
@@ -51,15 +50,15 @@ class Call:
 
 
 def read_spans(text: str) -> list[Span]:
-    """Every span of a file's text."""
+    """All spans in the text of a file."""
     return [span for value in _values(text) for span in _spans_in(value)]
 
 
 def calls_in(spans: Sequence[Span]) -> list[Call]:
-    """The calls of a model in a trace, each once.
+    """The model calls in a trace, without duplicates.
 
-    A span that an exporter sent twice is one. Where a framework and the SDK beneath it both recorded a call, so that
-    two spans, one within the other, have the same reply, the inner one counts.
+    A span that an exporter sent twice counts once. If a framework and the SDK below it both recorded a call, so that
+    two nested spans have the same reply, only the inner one counts.
     """
     by_id = {span.id if span.id not in ("", "None") else f"#{i}": span for i, span in enumerate(spans)}
     found = {key: call for key, span in by_id.items() if (call := call_in(span)) is not None}
@@ -79,7 +78,7 @@ def _reply(call: Call) -> tuple[str, str]:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """JSON values one after the other: a file may be one, or one a line, or several in a row."""
+    """The JSON values of a file, which may be one value, one per line, or several in sequence."""
     decoder, at = json.JSONDecoder(), 0
     while True:
         while at < len(text) and text[at] in " \t\r\n,\ufeff":
@@ -100,7 +99,7 @@ def _spans_in(value: Any) -> Iterator[Span]:
             yield from _spans_in(one)
         return
     if not isinstance(value, dict):
-        raise ValueError(f"a span is an object, not {value!r:.80}")
+        raise ValueError(f"a span must be an object, not {value!r:.80}")
     if "resourceSpans" in value:
         for resource in value["resourceSpans"]:
             for scope in resource.get("scopeSpans") or resource.get("instrumentationLibrarySpans") or ():
@@ -110,7 +109,7 @@ def _spans_in(value: Any) -> Iterator[Span]:
     elif isinstance(value.get("context"), dict) and "trace_id" in value["context"]:
         yield _of_sdk(value)
     else:
-        raise ValueError(f"an object with {', '.join(list(value)[:5]) or 'nothing'} is no OTLP/JSON and no span")
+        raise ValueError(f"an object with {', '.join(list(value)[:5]) or 'no keys'} is neither OTLP/JSON nor a span")
 
 
 def _of_otlp(span: Mapping[str, Any]) -> Span:
@@ -142,7 +141,8 @@ def _of_sdk(span: Mapping[str, Any]) -> Span:
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:
-    """
+    """OTLP's list of attributes as a dict.
+
     >>> _attributes([{"key": "n", "value": {"intValue": "4"}}, {"key": "who", "value": {"stringValue": "me"}}])
     {'n': 4, 'who': 'me'}
     """
@@ -150,12 +150,12 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 
 def _value(value: Mapping[str, Any]) -> Any:
-    for kind, said in value.items():
+    for kind, inner in value.items():
         if kind == "intValue":
-            return int(said)
+            return int(inner)
         if kind == "arrayValue":
-            return [_value(one) for one in said.get("values") or ()]
-        return _attributes(said.get("values")) if kind == "kvlistValue" else said
+            return [_value(one) for one in inner.get("values") or ()]
+        return _attributes(inner.get("values")) if kind == "kvlistValue" else inner
     return None
 
 
@@ -163,7 +163,7 @@ def _value(value: Mapping[str, Any]) -> Any:
 
 
 def call_in(span: Span) -> Call | None:
-    """The call of a model that a span is; None for all others (tools, agents, HTTP)."""
+    """The model call that a span records; None for other spans (tools, agents, HTTP)."""
     about = dict(span.attributes)
     for name, attributes in span.events:
         if name == "gen_ai.client.inference.operation.details":
@@ -171,8 +171,8 @@ def call_in(span: Span) -> Call | None:
     is_named = about.get("gen_ai.operation.name") in _CALLS or "llm.request.type" in about
     if not is_named and not any(name.startswith(("gen_ai.prompt.", "gen_ai.completion.")) for name in about):
         return None
-    prompt = [*_instructions(about), *_said(about, span, "input")]
-    replies = [one for one in _said(about, span, "output") if one.get("role") == "assistant"]
+    prompt = [*_instructions(about), *_messages(about, span, "input")]
+    replies = [one for one in _messages(about, span, "output") if one.get("role") == "assistant"]
     stated = json_value(about.get("gen_ai.response.finish_reasons"))
     reasons = stated if isinstance(stated, list) and stated else [one.get("finish_reason") for one in replies]
     for message in (*prompt, *replies):
@@ -190,8 +190,8 @@ def _reason(reason: Any) -> str | None:
     return {"tool_call": "tool_calls", "max_tokens": "length"}.get(str(reason), str(reason)) if reason else None
 
 
-def _said(about: Mapping[str, Any], span: Span, side: str) -> list[ChatMessage]:
-    """The messages of one side of a call, in the first of the forms that it has."""
+def _messages(about: Mapping[str, Any], span: Span, side: str) -> list[ChatMessage]:
+    """The input or output messages of a call: from the messages attribute, else events, else indexed attributes."""
     stated = json_value(about.get(f"gen_ai.{side}.messages"))
     if isinstance(stated, list):
         return [message for one in stated for message in _of_parts(one)]
@@ -207,7 +207,7 @@ def _instructions(about: Mapping[str, Any]) -> list[ChatMessage]:
 
 
 def _of_parts(message: Any) -> Iterator[ChatMessage]:
-    """A message of the conventions (a role and parts) as messages of a chat.
+    """A message of the conventions (a role and parts) as chat messages.
 
     >>> list(_of_parts({"role": "user", "parts": [{"type": "text", "content": "2+2?"}]}))
     [{'role': 'user', 'content': '2+2?'}]
@@ -225,17 +225,17 @@ def _of_parts(message: Any) -> Iterator[ChatMessage]:
     text = "".join(str(part.get("content") or "") for part in parts if part.get("type") == "text")
     calls = [_call(part) for part in parts if part.get("type") == "tool_call"]
     if text or calls or not parts:
-        said: ChatMessage = {"role": message.get("role"), "content": text}
-        said |= {"tool_calls": calls} if calls else {}
-        yield said | ({"finish_reason": message["finish_reason"]} if message.get("finish_reason") else {})
+        found: ChatMessage = {"role": message.get("role"), "content": text}
+        found |= {"tool_calls": calls} if calls else {}
+        yield found | ({"finish_reason": message["finish_reason"]} if message.get("finish_reason") else {})
 
 
 def _of_events(span: Span, side: str) -> Iterator[ChatMessage]:
-    """An event for each message: the form before the one of today."""
+    """Messages from one event each, the earlier form of the conventions."""
     for name, about in span.events:
         if side == "output" and name == "gen_ai.choice":
-            said = json_value(about.get("message"))
-            message = said if isinstance(said, dict) else {"content": about.get("content") or said}
+            value = json_value(about.get("message"))
+            message = value if isinstance(value, dict) else {"content": about.get("content") or value}
             reason = {"finish_reason": about["finish_reason"]} if about.get("finish_reason") else {}
             yield {"role": "assistant", **_chat_fields(message), **reason}
         elif side == "input" and name.startswith("gen_ai.") and name.endswith(".message"):
@@ -246,7 +246,7 @@ def _of_events(span: Span, side: str) -> Iterator[ChatMessage]:
 
 
 def _of_indexes(about: Mapping[str, Any], prefixes: tuple[str, ...]) -> list[ChatMessage]:
-    """An attribute for each field of each message (``gen_ai.prompt.0.content``), as OpenLLMetry writes them."""
+    """Messages from one attribute per field (``gen_ai.prompt.0.content``), as OpenLLMetry writes them."""
     found: dict[int, dict[str, Any]] = {}
     for name, value in about.items():
         prefix = next((one for one in prefixes if name.startswith(one)), None)

@@ -1,4 +1,4 @@
-"""Traces of agents that ran elsewhere → rollouts in a run directory, to be scored, read, compared and learned from."""
+"""Traces of agents that ran elsewhere → rollouts, to be saved, scored, compared and trained on."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from verifiers.store import Record, to_record
 from verifiers.types import Row, State, Usage
 
 _TOKENS = ("verifiers.prompt_ids", "verifiers.completion_ids", "verifiers.completion_logprobs")
-"""Attributes of a span with the exact tokens of its call, for applications that know them: conventions have none."""
+"""Span attributes for the exact tokens of a call, if the application knows them; the conventions define none."""
 
 
 @dataclass(kw_only=True)
 class Imported:
-    """The rollouts of traces, the model that most of them are of, and traces without a call of a model."""
+    """The rollouts of traces, the most frequent model, and the number of traces without a model call."""
 
     records: list[Record] = field(default_factory=list)
     model: str = "unknown"
@@ -35,9 +35,9 @@ class Imported:
 
 
 def import_traces(paths: Iterable[str | Path], env: Environment | None = None) -> Imported:
-    """One rollout for each trace: its calls are the turns, in the order in which they began.
+    """One rollout for each trace; its calls are the turns, in order of their start times.
 
-    With an environment, a trace whose user asked what a row of it asks gets that row's example, answer and info.
+    With an environment, a trace with a user message equal to a row's question gets that row's example, answer and info.
     """
     spans = [span for path in paths for span in _read(Path(path))]
     by_trace: dict[str, list[Span]] = {}
@@ -54,7 +54,7 @@ def import_traces(paths: Iterable[str | Path], env: Environment | None = None) -
                 made.left_out += 1
                 continue
             state = _state(trace, members, calls, rows, seen)
-        except (ValueError, AttributeError, KeyError, TypeError) as error:  # whatever stands where messages should
+        except (ValueError, AttributeError, KeyError, TypeError) as error:  # malformed messages
             raise ValueError(f"trace {trace} cannot be read: {type(error).__name__}: {error}") from error
         models.update(_model(call) for call in calls)
         made.matched += state["info"].get("is_matched", False)
@@ -70,8 +70,8 @@ def _read(path: Path) -> list[Span]:
     try:
         return read_spans(path.read_text(encoding="utf-8"))
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be read as spans: {said}") from error
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} cannot be read as spans: {reason}") from error
 
 
 def _state(trace: str, members: list[Span], calls: list[Call], rows: Mapping[str, Row], seen: dict[Any, int]) -> State:
@@ -103,7 +103,7 @@ def _state(trace: str, members: list[Span], calls: list[Call], rows: Mapping[str
     state["stop_condition"] = "agent_done"
     failure = root.error or (last.span.error if last.reply is None else None)
     if failure is not None or not steps:
-        state["error"] = ModelError(failure or "the trace holds no reply: it was recorded without content")
+        state["error"] = ModelError(failure or "the trace contains no reply: it was recorded without content")
         state["stop_condition"] = "has_error"
     return state
 
@@ -137,8 +137,8 @@ def _tokens(call: Call) -> dict[str, Any] | None:
         return None
     are_lists = all(isinstance(one, list) for one in given)
     if not are_lists or len(reply) != len(logprobs) or not (_are(int, prompt + reply) and _are((int, float), logprobs)):
-        wanted = "lists of ids, and as many logprobs as the reply has ids"
-        raise ValueError(f"span {call.span.id}: {', '.join(_TOKENS)} are {wanted}, not {given!r:.200}")
+        wanted = "two lists of ids, and one logprob for each id of the reply"
+        raise ValueError(f"span {call.span.id}: {', '.join(_TOKENS)} must be {wanted}, not {given!r:.200}")
     return {
         "prompt_ids": list(prompt),
         "prompt_mask": [0] * len(prompt),

@@ -1,4 +1,4 @@
-"""Attributes of spans in the words of OpenInference and of Vercel's AI SDK → the same in those of the conventions."""
+"""Span attributes of OpenInference and of Vercel's AI SDK → those of the GenAI semantic conventions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SAME = {
 
 
 def in_conventions(about: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a span; what it says in the words of a vendor is said in those of the conventions besides.
+    """The attributes of a span, with those of a vendor added under the names of the conventions.
 
-    >>> said = in_conventions({"openinference.span.kind": "LLM", "llm.input_messages.0.message.content": "2+2?"})
-    >>> said["gen_ai.operation.name"], said["gen_ai.prompt.0.content"]
+    >>> found = in_conventions({"openinference.span.kind": "LLM", "llm.input_messages.0.message.content": "2+2?"})
+    >>> found["gen_ai.operation.name"], found["gen_ai.prompt.0.content"]
     ('chat', '2+2?')
     """
     if about.get("openinference.span.kind") == "LLM":
@@ -66,8 +66,8 @@ def _of_openinference(about: Mapping[str, Any]) -> dict[str, Any]:
 def _of_vercel(about: Mapping[str, Any]) -> dict[str, Any]:
     asked = json_value(about.get("ai.prompt.messages"))
     calls = json_value(about.get("ai.response.toolCalls"))
-    said = [{"type": "text", "content": about.get("ai.response.text")}] if about.get("ai.response.text") else []
-    said += (
+    parts = [{"type": "text", "content": about.get("ai.response.text")}] if about.get("ai.response.text") else []
+    parts += (
         [_part({"type": "tool-call", **one}) for one in calls if isinstance(one, dict)]
         if isinstance(calls, list)
         else []
@@ -77,9 +77,9 @@ def _of_vercel(about: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(asked, list)
         else []
     }
-    if said:
+    if parts:
         reason = {"finish_reason": str(about.get("ai.response.finishReason") or "stop").replace("-", "_")}
-        found["gen_ai.output.messages"] = [{"role": "assistant", "parts": said, **reason}]
+        found["gen_ai.output.messages"] = [{"role": "assistant", "parts": parts, **reason}]
     return found
 
 

@@ -1,8 +1,8 @@
-"""Model-written code → what it printed, gave and did: a local sandbox, with no service and no daemon behind it.
+"""Runs model-written code in a local sandbox, which needs no service and no daemon.
 
-``Sandbox().run(code)`` gives a `Result`; ``Sandbox().session()`` keeps state from cell to cell. Plain code gets the
-result itself, code inside an event loop awaits it. What the code does is data in the `Result`; only a sandbox that
-does not work raises, a `SandboxError`.
+``Sandbox().run(code)`` returns a `Result`; ``Sandbox().session()`` keeps state between cells. In synchronous code the
+result is returned directly; inside an event loop it is awaited. Whatever the code does is data in the `Result`; only
+a failure of the sandbox itself raises, as a `SandboxError`.
 """
 
 from __future__ import annotations

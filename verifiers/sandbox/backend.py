@@ -1,7 +1,7 @@
-"""What every sandbox is to the rest of the library: sessions in which code runs, wherever that may be.
+"""The protocol of sandbox backends: sessions that run code, on this machine or elsewhere.
 
-`Sandbox` (this machine, the default) and `ContainerSandbox` (Docker, Podman) are backends. One that rents machines
-elsewhere is a class with these methods; environments take it as ``backend=``.
+`Sandbox` (this machine, the default) and `ContainerSandbox` (Docker, Podman) implement it. Any other class with these
+methods, for example one for rented machines, can be passed to environments as ``backend=``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ENGINES = ("docker", "podman")
 
 
 class SandboxSession(Protocol):
-    """State that lives on from cell to cell. Each method may be awaited inside an event loop.
+    """Keeps state between cells. Each method may be awaited inside an event loop.
 
-    What the code does is data in the `Result`. An ``OSError`` of ``read`` is the code's doing; only a sandbox that does
-    not work raises `SandboxError`.
+    What the code does is data in the `Result`. An ``OSError`` from ``read`` is caused by the code; a failure of the
+    sandbox itself raises `SandboxError`.
     """
 
     def run(self, code: str, *, timeout_s: float | None = None) -> Any: ...  # a Result
@@ -30,18 +30,18 @@ class SandboxSession(Protocol):
 
 
 class SandboxBackend(Protocol):
-    """Makes sessions, each with the files that it was made with; ``close`` ends all of them."""
+    """Creates sessions, each with the files of the backend; ``close`` ends all of them."""
 
     def session(self) -> SandboxSession: ...
     def close(self) -> None: ...
 
 
 MakeBackend = Callable[..., SandboxBackend]
-"""Called with ``language``, ``files``, ``memory_mb``, ``timeout_s`` and ``packages``, all by name."""
+"""Called with the keywords ``language``, ``files``, ``memory_mb``, ``timeout_s`` and ``packages``."""
 
 
 def find_backend(given: str | MakeBackend) -> MakeBackend:
-    """``"local"``, ``"docker"``, ``"podman"``, or whatever makes a backend.
+    """The callable that makes a backend, from ``"local"``, ``"docker"``, ``"podman"`` or such a callable.
 
     >>> find_backend("local").__name__
     'Sandbox'
@@ -54,15 +54,15 @@ def find_backend(given: str | MakeBackend) -> MakeBackend:
     if given in ENGINES:
         return lambda **settings: ContainerSandbox(engine=str(given), **settings)
     if not callable(given):
-        raise ValueError(f"backend is 'local', 'docker', 'podman' or a callable that makes one; got {given!r}")
+        raise ValueError(f"backend must be 'local', 'docker', 'podman' or a callable that makes one; got {given!r}")
     return given
 
 
 def find_engine(name: str | None = None) -> str:
-    """The path of a container engine's program: of the one that is named, or the first that is installed."""
+    """The path of the named container engine, or of the first that is installed."""
     for one in ENGINES if name is None else (name,):
         if path := shutil.which(one):
             return path
     raise SandboxError(
-        f"{name or ' or '.join(ENGINES)} is not installed here; the sandbox of this machine needs neither"
+        f"{name or ' or '.join(ENGINES)} is not installed here; install it, or use backend='local', which needs neither"
     )

@@ -1,6 +1,7 @@
-"""Code that is not trusted → what it did, in containers that Docker or Podman run: by their command line alone.
+"""Runs untrusted code in containers of Docker or Podman, using only their command line.
 
-A session is one container: it reads requests on its standard input, and ends with it, so that none outlives us.
+A session is one container. It reads requests from its standard input and ends when that closes, so no container
+outlives this process.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from verifiers.sandbox.session import SessionLostError, check_code, check_name, 
 from verifiers.types import unique_id
 
 IMAGE = "python:3.12-slim"
-START_S = 600.0  # the image may have to be fetched
+START_S = 600.0  # the image may have to be pulled
 FILES_S = 30.0
-GRACE_S = 5.0  # for a cell to notice its alarm, before its container is killed
+GRACE_S = 5.0  # for a cell to react to its own timeout before its container is killed
 ENDING_S = 5.0
 KILL_S = 30.0
 MOST_REPLY = 128 << 20
-OUT_OF_MEMORY = 137  # how an engine says that a container was killed
+OUT_OF_MEMORY = 137  # exit code of a container ended by SIGKILL
 SHOWN_CHARS = 2000
 
 
 class ContainerSandbox:
-    """A `SandboxBackend` whose sessions are containers: no network, no capabilities, a folder in memory, limits.
+    """A `SandboxBackend` whose sessions are containers without network or capabilities, with limits and a tmpfs folder.
 
-    The ``image`` needs Python (and bash, for that language); what is installed in it is what code can use.
+    The ``image`` needs Python (and bash, for that language); code can use whatever is installed in it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ContainerSandbox:
         self._sessions: WeakSet[ContainerSession] = WeakSet()
 
     async def _run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        """Run code in a container of its own, and end that container."""
+        """Run code in a new container, and end that container."""
         session = self.session()
         try:
             result: Result = await session._run(code, timeout_s=timeout_s)
@@ -80,7 +81,7 @@ class ContainerSandbox:
     run = calls.both(_run)
 
     def session(self) -> ContainerSession:
-        """A session; its container starts with the first thing it is asked to do."""
+        """A session; its container starts with the first request."""
         session = ContainerSession(self)
         self._sessions.add(session)
         return session
@@ -110,7 +111,7 @@ class ContainerSandbox:
 
 
 class ContainerSession:
-    """One container that keeps its state from cell to cell; one that ends is replaced, and ``is_fresh`` says so."""
+    """One container that keeps state between cells; if it ends it is replaced, and the next result has ``is_fresh``."""
 
     def __init__(self, sandbox: ContainerSandbox) -> None:
         self.sandbox = sandbox
@@ -120,10 +121,10 @@ class ContainerSession:
         self._turn = threading.Lock()
         self._is_closed = self._is_late = self._was_killed = False
         self._is_fresh = True
-        self._said = ""
+        self._stderr = ""
 
     async def _run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        """Run a cell and return what it did."""
+        """Run a cell and return its result."""
         check_code(code)
         seconds = self.sandbox.timeout_s if timeout_s is None else timeout_s
         if not (seconds > 0 and math.isfinite(seconds)):
@@ -134,14 +135,14 @@ class ContainerSession:
     run = calls.both(_run)
 
     async def _write(self, name: str, content: bytes | str) -> None:
-        """Put a file into the session's folder."""
+        """Write a file in the session's folder."""
         check_name(name)
         await calls.in_thread(partial(self._file, {"do": "write", "files": {name: encode(content)}}))
 
     write = calls.both(_write)
 
     async def _read(self, name: str) -> bytes:
-        """The bytes of a file in the session's folder; an OSError is the code's doing."""
+        """The bytes of a file in the session's folder; an OSError is caused by the code."""
         check_name(name)
         reply: dict[str, Any] = await calls.in_thread(partial(self._file, {"do": "read", "name": name}))
         return base64.b64decode(reply["content"])
@@ -156,11 +157,11 @@ class ContainerSession:
     files = calls.both(_files)
 
     def close(self) -> None:
-        """End the container; a cell that is running is killed."""
+        """End the container; a running cell is killed."""
         self._is_closed = True
         self._kill()
 
-    # --- in a thread ----------------------------------------------------------------------------------------------
+    # --- in a worker thread ---------------------------------------------------------------------------------------
 
     def _cell(self, code: str, seconds: float) -> Result:
         with self._turn:
@@ -168,8 +169,8 @@ class ContainerSession:
             is_fresh, self._is_fresh = self._is_fresh, False
             reply = self._exchange({"do": "run", "code": code, "timeout_s": seconds}, seconds + GRACE_S)
         if reply is None:
-            status, said = self._why_ended(seconds)
-            return Result(status=status, error=said, is_fresh=is_fresh)
+            status, reason = self._why_ended(seconds)
+            return Result(status=status, error=reason, is_fresh=is_fresh)
         self._is_fresh = bool(reply.pop("is_lost", False))
         return Result(**{**reply, "is_fresh": is_fresh})
 
@@ -178,7 +179,7 @@ class ContainerSession:
             self._start_if_needed()
             reply = self._exchange(request, FILES_S)
         if reply is None:
-            raise SessionLostError("the session's files could not be reached: its container ended")
+            raise SessionLostError("the session's files are not accessible: its container ended")
         if (number := reply.get("errno")) is not None:
             raise OSError(number, reply.get("said"), request.get("name"))
         return reply
@@ -198,20 +199,20 @@ class ContainerSession:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is ours to see to
+            start_new_session=True,  # so that Ctrl-C reaches only this process
         )
         self._is_fresh, self._was_killed = True, False
         files = {name: encode(content) for name, content in sandbox.files.items()}
         settings = {"language": sandbox.language, "output": sandbox.output_bytes, "packages": sandbox.packages}
         reply = self._exchange({**settings, "files": files}, START_S)
         if reply is None:
-            raise SandboxError(f"a container of {sandbox.image} could not be started: {self._said or 'it ended'}")
+            raise SandboxError(f"a container of {sandbox.image} could not be started: {self._stderr or 'it ended'}")
         if reply.get("errno") is not None:
             self._kill()
-            raise ValueError(f"the sandbox's files do not fit into it: {reply.get('said')}")
+            raise ValueError(f"the sandbox's files cannot be written into it: {reply.get('said')}")
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Send a request and read its reply; None where the container ended, or was ended, before that."""
+        """Send a request and read its reply; None if the container ended, or was killed, before that."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -224,21 +225,21 @@ class ContainerSession:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             reply = json.loads(process.stdout.readline(MOST_REPLY))
-        except (OSError, ValueError):  # it is gone, or says what is no reply
+        except (OSError, ValueError):  # it ended, or sent something that is not a reply
             self._let_end()
             return None
         finally:
             timer.cancel()
-            timer.join()  # where it is at it, it says whether the container was late
+            timer.join()  # if it is just running, wait until it has set `_is_late`
         return reply if isinstance(reply, dict) else None
 
     def _end_late(self) -> None:
-        """A container that has ended by itself is not late: its engine is, which still puts it away."""
+        """Kill the container; it is not late if it had already ended, while its engine is still removing it."""
         self._kill()
         self._is_late = self._was_killed
 
     def _let_end(self) -> None:
-        """A container that ends by itself has an exit code of its own, once its engine has noticed."""
+        """Give a container that ended by itself time to report its own exit code, then clean up."""
         assert self._process is not None
         try:
             self._process.wait(ENDING_S)
@@ -247,7 +248,7 @@ class ContainerSession:
         self._kill()
 
     def _kill(self) -> None:
-        """End the container, then the program that holds it; its exit code stays to be asked for."""
+        """End the container and the engine's process for it, whose exit code remains available."""
         process = self._process
         if process is None:
             return
@@ -257,7 +258,7 @@ class ContainerSession:
             try:
                 self._was_killed = subprocess.run(kill, timeout=KILL_S, check=False, **quiet).returncode == 0
                 process.wait(GRACE_S if self._was_killed else KILL_S)
-            except subprocess.TimeoutExpired:  # the engine hangs: what can be ended is
+            except subprocess.TimeoutExpired:  # the engine hangs: end at least its process
                 self._was_killed = True
                 process.kill()
         process.wait()
@@ -265,13 +266,13 @@ class ContainerSession:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # what was not sent cannot be any more
+                except OSError:  # unsent data is lost, which does not matter any more
                     pass
         errors, self._errors = self._errors, None
         if errors is not None:
             with errors:
                 errors.seek(0)
-                self._said = errors.read().decode(errors="replace").strip()[-SHOWN_CHARS:]
+                self._stderr = errors.read().decode(errors="replace").strip()[-SHOWN_CHARS:]
 
     def _why_ended(self, seconds: float) -> tuple[Literal["timeout", "memory", "killed"], str]:
         if self._is_late:

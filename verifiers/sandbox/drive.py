@@ -1,6 +1,7 @@
-"""Steps that wait for descriptors → one function for plain callers and for event loops alike.
+"""Runs generators that wait for file descriptors, for synchronous callers and for event loops.
 
-A protocol is written once, as a generator that yields what it waits for. Plain code polls; a loop is told to call back.
+A protocol is written once, as a generator that yields what it waits for. Synchronous callers poll; in an event loop,
+a reader or writer callback is registered.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Wait until a descriptor can be read (or written to), or the deadline (of ``time.monotonic``) has passed."""
+    """Wait until a descriptor is readable (or writable), or the deadline (of ``time.monotonic``) has passed."""
 
     fd: int
     deadline: float
@@ -37,13 +38,13 @@ class Until:
 
 
 Steps = Generator[Until | Future[Any], bool, T]
-"""Yields what it waits for; is sent True when that came, and False when the deadline passed first."""
+"""Yields what it waits for; receives True when that happened, and False if the deadline passed first."""
 
 
 def either(function: Callable[Concatenate[S, P], Steps[T]]) -> Callable[Concatenate[S, P], Any]:
-    """Make a method written as steps callable from plain code, and awaitable inside a running loop.
+    """Make a method that returns steps callable from synchronous code, and awaitable inside a running loop.
 
-    Like `calls.both`, without the price of an event loop for plain callers.
+    Like `calls.both`, but synchronous callers need no event loop.
     """
 
     @functools.wraps(function)
@@ -61,13 +62,13 @@ def either(function: Callable[Concatenate[S, P], Steps[T]]) -> Callable[Concaten
 
 
 def drive(steps: Steps[T]) -> T:
-    """Take the steps one by one, blocking this thread in between."""
+    """Run the steps, blocking this thread while they wait."""
     try:
         wanted = next(steps)
         while True:
             try:
                 came = _wait(wanted)
-            except BaseException as error:  # Ctrl-C: the steps clean up after themselves
+            except BaseException as error:  # Ctrl-C: let the steps clean up
                 wanted = steps.throw(error)
             else:
                 wanted = steps.send(came)
@@ -76,13 +77,13 @@ def drive(steps: Steps[T]) -> T:
 
 
 async def drive_async(steps: Steps[T]) -> T:
-    """Take the steps one by one, leaving the loop to others in between."""
+    """Run the steps, yielding to the event loop while they wait."""
     try:
         wanted = next(steps)
         while True:
             try:
                 came = await _arrival(wanted)
-            except BaseException as error:  # cancelled: the steps clean up after themselves
+            except BaseException as error:  # cancelled: let the steps clean up
                 wanted = steps.throw(error)
             else:
                 wanted = steps.send(came)
@@ -122,7 +123,7 @@ def _settle(came: asyncio.Future[bool], result: bool) -> None:
 
 
 def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
-    """Call what takes a while: in another thread, where this one has an event loop to run."""
+    """Call a slow function; in a worker thread if this thread runs an event loop."""
     if not has_running_loop():
         return function(*args, **kwargs)
     future: Future[T] = _threads().submit(function, *args, **kwargs)
@@ -136,24 +137,24 @@ def _threads() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork
 
 
 class Gate:
-    """At most so many at once, first come first served, across threads and event loops."""
+    """A fair (FIFO) semaphore that works across threads and event loops."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._lock = RLock()  # a place may be freed by the garbage collector, in the middle of anything
+        self._lock = RLock()  # reentrant, because a finalizer may call `leave` while this thread holds it
         self._inside = 0
         self._line: deque[Future[None]] = deque()
 
     def is_busy(self) -> bool:
-        """Is anybody inside?"""
+        """Whether any place is taken."""
         return self._inside > 0
 
     def try_enter(self) -> bool:
-        """Take a place if there is one: mostly there is, and nobody has to wait."""
+        """Take a place if one is free, without waiting."""
         with self._lock:
             if self._inside >= self.limit:
                 return False
@@ -161,7 +162,7 @@ class Gate:
             return True
 
     def enter(self) -> Steps[None]:
-        """Wait for a place; one that is given up while waiting goes to the next in line."""
+        """Wait for a place; if the wait is cancelled, the place goes to the next in line."""
         with self._lock:
             if self.try_enter():
                 return

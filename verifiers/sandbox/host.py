@@ -1,4 +1,4 @@
-"""Settings that are shared → the zygote: one clean process a kind, from which every confined process is forked."""
+"""Starts and talks to zygotes: clean processes, one per set of shared settings, that fork the confined processes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ MOST_LAUNCHING = 32
 
 Key = tuple[tuple[str, ...], LevelName | None, bool]
 
-# The zygote gets nothing from this process: no environment, no memory, no descriptor but its socket. It knows where its
-# code is from the first message, not from its command line, which every session can read. Its own code comes last: what
-# every session changes then lies together, and few pages have to be copied for it.
+# The zygote inherits nothing from this process: no environment, no memory, and no descriptor except its socket. The
+# path of its code is in the first message, not on its command line, which every session can read. Its own code is
+# imported last, so that objects that sessions modify are close together and few pages have to be copied.
 BOOT = """
 import json, os, sys, types
 config = json.loads(os.read(0, 1 << 20))
@@ -65,7 +65,7 @@ ENVIRONMENT = {
 
 
 class Host:
-    """The zygote, how many processes may be taken from it, and how many may be in the making."""
+    """A zygote, with limits on its running processes and on those being started."""
 
     level: Level
 
@@ -83,12 +83,12 @@ class Host:
         self._is_closed = False
 
     def start(self) -> Steps[None]:
-        """Start the zygote, if it is not there yet, and wait until it can fork."""
+        """Start the zygote if necessary, and wait until it can fork."""
         if self._is_started:
             return
         yield from self._starting.enter()
         try:
-            if not self.has_started():  # somebody else may have done it meanwhile
+            if not self.has_started():  # another caller may have started it meanwhile
                 if self._popen is None:
                     self._spawn()
                 yield from self._hello()
@@ -99,7 +99,7 @@ class Host:
         return self._is_started
 
     def is_alive(self) -> bool:
-        """False once the zygote is gone: nothing more is ever said on its socket, so it can only be its end."""
+        """False once the zygote has ended: it sends nothing after its hello, so a readable socket means end of file."""
         if self._is_closed:
             return False
         if not self._is_started:
@@ -109,7 +109,7 @@ class Host:
         return not poll.poll(0)
 
     def launch(self, process: Process, order: Mapping[str, Any]) -> Steps[None]:
-        """Have a process forked; waits while the zygote's socket is full."""
+        """Order the zygote to fork a process; waits while its socket is full."""
         deadline = time.monotonic() + HELLO_S
         while True:
             try:
@@ -118,12 +118,12 @@ class Host:
                 if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS):
                     raise SandboxError(f"the sandbox's first process is gone: {error}") from error
             if time.monotonic() > deadline:
-                raise SandboxError(f"the sandbox's first process took no order for {HELLO_S:.0f} s")
-            # Several may wait for this socket in one loop, which calls back only one of them: so not for long.
+                raise SandboxError(f"the sandbox's first process accepted no order for {HELLO_S:.0f} s")
+            # A short wait: if several wait for this socket in one event loop, only one of them is called back.
             yield Until(self.control.fileno(), time.monotonic() + RETRY_S, is_write=True)
 
     def release(self, sandbox: Sandbox) -> None:
-        """A sandbox is done with it. A few that nobody uses are kept: the next sandbox is often just like the last."""
+        """Remove a sandbox from the users. A few idle zygotes are kept, because the next sandbox may need the same."""
         self.users.discard(sandbox)
         with _lock:
             idle = [host for host in _hosts.values() if not host.users]
@@ -154,7 +154,7 @@ class Host:
 
     def _spawn(self) -> None:
         if sys.platform != "linux":
-            raise SandboxError(f"the sandbox needs Linux, and this is {sys.platform}")
+            raise SandboxError(f"the sandbox needs Linux, but this is {sys.platform}")
         self.control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         with far:
@@ -166,12 +166,12 @@ class Host:
                     stderr=subprocess.PIPE,
                     env=ENVIRONMENT,
                     cwd="/",
-                    start_new_session=True,  # Ctrl-C is the application's
+                    start_new_session=True,  # so that Ctrl-C reaches only the application
                 )
             except OSError as error:
                 self.close()
                 raise SandboxError(f"the sandbox's first process could not be started: {error}") from error
-        with suppress(BrokenPipeError):  # it has ended already: what it said is read where its answer would be
+        with suppress(BrokenPipeError):  # it has already ended; `_hello` reads and reports its last words
             self.control.send(json.dumps(self._config()).encode())
 
     def _config(self) -> dict[str, Any]:
@@ -194,24 +194,24 @@ class Host:
             if not (yield Until(self.control.fileno(), deadline)):
                 raise SandboxError(f"the sandbox's first process was not ready within {HELLO_S:.0f} s")
             try:
-                said = self.control.recv(1 << 16)
+                message = self.control.recv(1 << 16)
             except ConnectionResetError:  # it ended before it had read its first message
-                said = b""
-            if not said:
+                message = b""
+            if not message:
                 raise SandboxError(f"the sandbox's first process failed: {self._last_words()}")
         except (SandboxError, OSError):
             self.close()
             raise
-        hello = json.loads(said)
+        hello = json.loads(message)
         self.level = Level(name=hello["level"], reasons=tuple(hello["reasons"]), landlock=hello["landlock"])
         reasons = "; ".join(self.level.reasons)
         if self.wanted not in (None, self.level.name):
             self.close()
-            raise SandboxError(f"the level {self.wanted!r} was asked for and cannot be had here ({reasons})")
+            raise SandboxError(f"the level {self.wanted!r} was requested, but is not available here ({reasons})")
         if self.level.name == "none" and not self.allow_unsafe:
             self.close()
             raise SandboxError(
-                f"this machine cannot hold code that is not trusted ({reasons}); "
+                f"this machine cannot isolate untrusted code ({reasons}); "
                 "Sandbox(allow_unsafe=True) runs it without isolation"
             )
         self._is_started = True
@@ -230,7 +230,7 @@ _lock = Lock()
 
 
 def host_for(sandbox: Sandbox) -> Host:
-    """The zygote for these settings: one for all sandboxes of this process that preload the same packages."""
+    """The zygote for these settings, shared by all sandboxes of this process with the same packages and level."""
     key = (sandbox.packages, sandbox.level, sandbox.allow_unsafe)
     with _lock:
         host, dead = _hosts.get(key), None
@@ -252,7 +252,7 @@ def _close_all() -> None:
 
 
 def _forget() -> None:
-    """In a fork of the application: the zygotes are its parent's, and so may be the thread that holds the lock."""
+    """In a fork of the application: the zygotes are its parent's, and a thread of the parent may hold the lock."""
     global _lock
     _lock = Lock()
     _abandoned.extend(_hosts.values())
@@ -264,7 +264,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def most_places() -> int:
-    """How many processes may be taken at once: each costs this process four descriptors."""
+    """The maximum number of processes at once: each needs four descriptors in this process."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -274,7 +274,7 @@ def most_places() -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, raised), hard))
             soft = max(soft, raised)
-        except (ValueError, OSError):  # a system may have a lower bound of its own
+        except (ValueError, OSError):  # a system may have a lower limit
             pass
     if soft == resource.RLIM_INFINITY:
         return MOST_PLACES

@@ -1,6 +1,6 @@
-"""One confined process, as the application holds it: requests go in, length-capped JSON and two capped files come out.
+"""The application's side of a confined process: it sends requests and receives JSON and two files of limited length.
 
-Nothing that comes out is believed: a reply that is too long, late, garbled or not what was asked for ends the process.
+No output is trusted: a reply that is too long, late, invalid or of the wrong shape ends the process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from verifiers.sandbox.replies import BadReplyError, Shape, read_reply
 from verifiers.sandbox.result import Status
 
 FIRST_BYTES, CHUNK_BYTES = 1 << 12, 1 << 20
-"""A reply is read in one go where it is short, as most are."""
+"""The size of the first read, enough for most replies, and the maximum of later reads."""
 QUICK_BYTES = 1 << 15
-"""What is longer is not decoded where it would hold up an event loop."""
+"""Longer replies are decoded in a worker thread, so that they do not block an event loop."""
 LAST_WORDS_BYTES = 1 << 16
 START_S = 60.0
 
 
 class EndedError(Exception):
-    """The process is gone, or was ended for what it did; ``status`` says which, for the result."""
+    """The process ended, or was killed because of what it did; ``status`` is the status of the result."""
 
     def __init__(self, status: Status, why: str) -> None:
         super().__init__(why)
@@ -59,17 +59,17 @@ class Process:
         self._end = weakref.finalize(self, held.close)
 
     def hand_over(self, control: socket.socket, order: Mapping[str, Any]) -> None:
-        """Send the far ends to the zygote, which starts the process; raises BlockingIOError if it has to wait."""
+        """Send descriptors to the zygote, which forks the process; raises BlockingIOError if the socket is full."""
         held = self._held
         socket.send_fds(control, [json.dumps(order).encode()], [held.far.fileno(), held.out, held.err])
         held.far.close()
 
     def on_begin(self, callback: Callable[[], None]) -> None:
-        """Call this, once, when the process is there, or closed before it ever was."""
+        """Call this once, when the process has started or is closed before it has."""
         self._held.on_begin = callback
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call this, once, when the process is closed or forgotten."""
+        """Call this once, when the process is closed or garbage-collected."""
         self._held.on_close = callback
 
     @property
@@ -77,17 +77,17 @@ class Process:
         return self._held.is_killed
 
     def kill(self) -> None:
-        """End the process and everything in it, now; whoever waits for a reply hears of it and closes."""
+        """Kill the process and everything it started; a pending `request` then fails, and its caller closes it."""
         self._held.kill()
 
     def close(self) -> None:
-        """End the process, and let go of all that belongs to it."""
+        """End the process and release its descriptors."""
         self._end()
 
     def request(self, request: Mapping[str, Any], timeout_s: float, shape: Shape) -> Steps[dict[str, Any]]:
-        """One request and its reply, of that shape; `EndedError` if the process did not live to give one in time.
+        """Send one request and return its reply of that shape; `EndedError` if the process gives none in time.
 
-        The clock starts when the process is there, which may be after the request was sent.
+        The timeout starts when the process has started, which may be after the request was sent.
         """
         self._number += 1
         if unsent := self._send(memoryview(framed({**request, "number": self._number}))):
@@ -102,44 +102,44 @@ class Process:
             else:
                 reply = yield from apart(read_reply, message, shape)
         except BadReplyError as error:
-            raise EndedError("killed", f"it sent a reply that is none: {error}") from None
+            raise EndedError("killed", f"it sent an invalid reply: {error}") from None
         if "ended" in reply:
             raise _ended(reply["ended"])
         if reply.get("number") != self._number:
-            raise EndedError("killed", "it sent a reply that nobody had asked for")
+            raise EndedError("killed", "it sent a reply to another request")
         return reply
 
     def time_s(self) -> float:
-        """Seconds since the last request was begun."""
+        """Seconds since the last request started."""
         return time.monotonic() - self._began
 
     def rewind(self) -> None:
-        """Let the next cell write from the start of the output files."""
+        """Rewind the output files, so that the next cell writes from their start."""
         for fd in (self._held.out, self._held.err):
             os.lseek(fd, 0, os.SEEK_SET)
 
     def output(self) -> tuple[str, str, bool]:
-        """Standard output, standard error, and whether one of them is full."""
+        """The standard output, the standard error, and whether one of them is full."""
         out, is_out_full = _written(self._held.out, self.output_bytes)
         err, is_err_full = _written(self._held.err, self.output_bytes)
         return out, err, is_out_full or is_err_full
 
     def _begin(self) -> Steps[None]:
-        """Wait for the handle to end the process by, and then for its word that it is confined."""
+        """Wait for the process's pidfd, and then for its message that it is confined."""
         deadline = time.monotonic() + START_S
         held = self._held
         while not self._is_ready:
             try:
-                said, fds, _, _ = socket.recv_fds(held.conn, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                message, fds, _, _ = socket.recv_fds(held.conn, 1, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 if not (yield Until(held.conn.fileno(), deadline)):
                     raise SandboxError(f"a sandbox did not start within {START_S:.0f} s") from None
                 continue
             except OSError as error:
                 raise SandboxError(f"a sandbox could not be started: {error}") from error
-            if said == b"P" and fds:
+            if message == b"P" and fds:
                 held.pidfd = fds[0]
-            elif said == b"R" and held.pidfd >= 0:
+            elif message == b"R" and held.pidfd >= 0:
                 self._is_ready = True
                 held.begun()
             else:
@@ -153,23 +153,23 @@ class Process:
             return "its process ended at once"
 
     def _send(self, message: memoryview) -> memoryview:
-        """Send what can be sent at once, which mostly is all of it; what is left comes back."""
+        """Send as much as possible without waiting, usually everything; return the rest."""
         try:
             return message[self._held.conn.send(message[:CHUNK_BYTES]) :]
         except BlockingIOError:
             return message
         except OSError:
-            return message[:0]  # it is gone; what it left to read says why
+            return message[:0]  # it has ended; the reason follows from what it sent
 
     def _send_all(self, unsent: memoryview) -> Steps[None]:
         deadline = time.monotonic() + START_S
         while unsent:
             if not (yield Until(self._held.conn.fileno(), deadline, is_write=True)):
-                raise EndedError("killed", "it did not take its next request")
+                raise EndedError("killed", "it did not read its next request")
             unsent = self._send(unsent)
 
     def _receive(self, deadline: float, cap: int) -> Steps[bytearray]:
-        """The next message without its header. What came after it, as the zygote's last word on it may, is kept."""
+        """The next message without its header. Later bytes, such as the zygote's note on its end, are kept."""
         received = self._received
         while (missing := _missing(received, cap)) > 0:
             if not (yield Until(self._held.conn.fileno(), deadline)):
@@ -190,7 +190,7 @@ class Process:
 
 
 class _Held:
-    """The descriptors of a process; closing them ends it. Apart from `Process`, so that a finalizer can hold it."""
+    """The descriptors of a process; closing them ends it. Separate from `Process`, so that its finalizer can use it."""
 
     conn: socket.socket
     far: socket.socket
@@ -208,14 +208,14 @@ class _Held:
             callback()
 
     def kill(self) -> None:
-        if self.owner != os.getpid():  # a fork of the application ends nothing of its parent's
+        if self.owner != os.getpid():  # a fork of the application must not end its parent's processes
             return
         self.is_killed = True
         try:
             if self.pidfd >= 0:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             self.conn.shutdown(socket.SHUT_RDWR)
-        except (OSError, AttributeError):  # it has ended by itself, or was never begun
+        except (OSError, AttributeError):  # it has ended by itself, or never started
             return
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class _Held:
 
 
 def _capped_file(name: str, size: int) -> int:
-    """A file in memory that can never be longer: both sides hold it, so it outlives the process."""
+    """A memfd of fixed size; both sides hold it, so it outlives the process."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -244,27 +244,27 @@ def _capped_file(name: str, size: int) -> int:
 
 
 def _missing(received: bytearray, cap: int) -> int:
-    """How many bytes are wanted for a whole message; less than none if there are more."""
+    """How many bytes a complete message still needs; negative if there are more than that."""
     if len(received) < HEADER.size:
         return HEADER.size - len(received)
     (length,) = HEADER.unpack_from(received)
     if length > cap:
-        raise EndedError("killed", f"it sent a reply of {length} bytes, where {cap} are allowed")
+        raise EndedError("killed", f"it sent a reply of {length} bytes; at most {cap} are allowed")
     return int(length) + HEADER.size - len(received)
 
 
 def _written(fd: int, size: int) -> tuple[str, bool]:
-    """What was written to a capped file since it was wound back, and whether that is all it can hold."""
+    """The text written to a capped file since it was rewound, and whether the file is full."""
     end = min(os.lseek(fd, 0, os.SEEK_CUR), size)
     return os.pread(fd, end, 0).decode(errors="replace") if end else "", end == size
 
 
 def _ended(note: Mapping[str, Any]) -> EndedError:
-    """What the zygote wrote when it found the process ended."""
+    """The error for the zygote's note on a process that ended."""
     if note["why"] == "memory":
-        return EndedError("memory", "it took more memory than it may")
+        return EndedError("memory", "it used more memory than allowed")
     if note["why"] == "disk":
-        return EndedError("killed", "it took more disk than it may")
+        return EndedError("killed", "it used more disk than allowed")
     number = note["number"]
     if note["why"] == "signal":
         name = signal.Signals(number).name if number in set(signal.Signals) else number

@@ -1,7 +1,7 @@
-"""Bytes that a session sent → a reply that fits what it was asked, or the reason why they are none.
+"""Decodes and validates the replies of sessions.
 
-Whoever wrote them may have wanted to harm the application: by their size, by what they become in memory, by values that
-nothing here expects. So a reply is measured before it is decoded, and each of its fields is of one kind.
+A reply may be malicious: by its size, by the memory that it needs once decoded, or by unexpected values. So it is
+measured before it is decoded, and each of its fields is validated.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from verifiers.sandbox.inside.wire import (
 from verifiers.sandbox.result import Status
 
 Field = Callable[[Any], Any]
-"""Gives a field's value as it is used; raises ValueError if it is none."""
+"""Validates and converts the value of a field; raises ValueError with a description of valid values."""
 
 SLACK_BYTES = 4096
 SMALL_BYTES = 4096
-"""What is no longer becomes no more than some hundred kilobytes, whatever it is."""
+"""Messages up to this size need at most a few hundred kilobytes once decoded, whatever they contain."""
 ESCAPED = 12
-"""The most bytes that JSON takes for one character of a text."""
+"""The maximum number of bytes of one character in JSON."""
 STATUSES: tuple[Status, ...] = get_args(Status)
 WHYS = ("memory", "disk", "signal", "exit")
 
 
 class BadReplyError(ValueError):
-    """What a session sent is no reply to what it was asked."""
+    """A session sent something that is not a valid reply to its request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the reply to one kind of request may be: its fields, its length, and how much it may be made of.
+    """The valid replies to one kind of request: their fields, and limits on their size.
 
-    ``most_texts`` counts texts, with the names of fields; ``most_lists`` lists and objects; ``most_signs`` the
-    characters outside of texts.
+    ``most_texts`` limits strings, including field names; ``most_lists`` lists and objects; ``most_signs`` characters
+    outside strings.
     """
 
     fields: Mapping[str, Field]
@@ -57,19 +57,19 @@ class Shape:
 
 
 def read_reply(message: bytes | bytearray, shape: Shape) -> dict[str, Any]:
-    """The fields of a reply, or a `BadReplyError`; nothing else is ever raised.
+    """The fields of a reply; raises only `BadReplyError`.
 
     >>> read_reply(b'{"number": 3, "errno": 2}', FILE_WRITTEN)
     {'number': 3, 'errno': 2}
     >>> read_reply(b'{"number": 3, "errno": 1000000000000}', FILE_WRITTEN)
     Traceback (most recent call last):
-    verifiers.sandbox.replies.BadReplyError: its 'errno' is not the number of an error
+    verifiers.sandbox.replies.BadReplyError: its 'errno' is not a known errno
     """
     if len(message) > SMALL_BYTES or message.count(b"[") + message.count(b"{") > DEEPEST:
         _measure(message, shape)
     try:
         reply = unframed(message)
-        if b"\\ud" in message.lower():  # half a surrogate pair is no text, and breaks whoever writes it down
+        if b"\\ud" in message.lower():  # a lone surrogate could not be encoded later
             reply = json.loads(json.dumps(reply, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise BadReplyError(f"it is not JSON ({type(error).__name__})") from None
@@ -79,7 +79,7 @@ def read_reply(message: bytes | bytearray, shape: Shape) -> dict[str, Any]:
     for name, value in reply.items():
         field = fields.get(name)
         if field is None:
-            raise BadReplyError(f"it has a field that was not asked for, {name!r:.50}")
+            raise BadReplyError(f"it has an unexpected field, {name!r:.50}")
         try:
             reply[name] = field(value)
         except ValueError as error:
@@ -88,16 +88,16 @@ def read_reply(message: bytes | bytearray, shape: Shape) -> dict[str, Any]:
 
 
 def _measure(message: bytes | bytearray, shape: Shape) -> None:
-    """Refuse what would become too much in memory, before it does."""
-    # Where a text begins, no quotation mark has a backslash before it.
+    """Refuse a message that would need too much memory, before decoding it."""
+    # The quotation mark that begins a string never follows a backslash.
     if message.count(b'"') - message.count(b'\\"') > 2 * shape.most_texts:
-        raise BadReplyError(f"it has more than {shape.most_texts} texts")
+        raise BadReplyError(f"it has more than {shape.most_texts} strings")
     signs = outline(message)
     if len(signs) > shape.most_signs:
-        raise BadReplyError(f"it has {len(signs)} characters that are not text, where {shape.most_signs} are allowed")
+        raise BadReplyError(f"it has {len(signs)} characters outside strings; at most {shape.most_signs} are allowed")
     lists = signs.count(b"[") + signs.count(b"{")
     if lists > shape.most_lists:
-        raise BadReplyError(f"it has {lists} lists and objects, where {shape.most_lists} are allowed")
+        raise BadReplyError(f"it has {lists} lists and objects; at most {shape.most_lists} are allowed")
     if lists > DEEPEST and depth(signs) > DEEPEST + 1:
         raise BadReplyError(f"it is nested more than {DEEPEST} deep")
 
@@ -121,7 +121,7 @@ def _optional(field: Field) -> Field:
 def _text(most: int) -> Field:
     def check(value: Any) -> str:
         if not isinstance(value, str) or len(value) > most:
-            raise ValueError(f"a text of at most {most} characters")
+            raise ValueError(f"a string of at most {most} characters")
         return value
 
     return check
@@ -144,7 +144,7 @@ def _flag(value: Any) -> bool:
 
 def _errno(value: Any) -> int:
     if type(value) is not int or value not in errno.errorcode:
-        raise ValueError("the number of an error")
+        raise ValueError("a known errno")
     return value
 
 
@@ -165,7 +165,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _is_inside(name: Any) -> bool:
-    """Is this a file name that leads nowhere else? Whoever copies the files would follow it."""
+    """Whether a file name stays inside the folder, so that copying the files cannot write elsewhere."""
     if not isinstance(name, str) or name.startswith("/") or "\0" in name or ".." in name.split("/"):
         return False
     return bool(name)
@@ -182,7 +182,7 @@ def _note(value: Any) -> dict[str, Any]:
 
 _NUMBER: dict[str, Field] = {"number": _whole(0, 1 << 53)}
 ENDED: dict[str, Field] = {"ended": _note}
-"""The zygote's last word, on the same socket; a session may send it too, about itself."""
+"""The zygote's note on a session's end, on the same socket; a session can also send it itself."""
 FILE_WRITTEN = Shape(fields={**_NUMBER, "errno": _errno}, most_bytes=SLACK_BYTES)
 FILE_READ = Shape(
     fields={**FILE_WRITTEN.fields, "content": _content}, most_bytes=(PIECE_BYTES + 2) // 3 * 4 + SLACK_BYTES
@@ -196,8 +196,8 @@ FILES_LISTED = Shape(
 
 
 def cell_ran(output_bytes: int) -> Shape:
-    """What a cell may say: as much as it may print, as its value or its error."""
-    text = _optional(_text(6 * output_bytes + SLACK_BYTES))  # what cannot be encoded takes six characters
+    """The reply to a cell: its value and its error may be as long as its output."""
+    text = _optional(_text(6 * output_bytes + SLACK_BYTES))  # an escaped character takes six
     return Shape(
         fields={
             **_NUMBER,
@@ -212,7 +212,7 @@ def cell_ran(output_bytes: int) -> Shape:
 
 
 def function_returned(output_bytes: int) -> Shape:
-    """The same, with any JSON value of four times that length."""
+    """The reply to a function call: as for a cell, but with any JSON value, of up to four times that length."""
     ran = cell_ran(output_bytes)
     return Shape(
         fields={**ran.fields, "value": lambda value: value},

@@ -1,4 +1,4 @@
-"""What a cell did, and what a machine can isolate: the data that comes out of the sandbox."""
+"""The result of a cell, and the isolation level of a machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LevelName = Literal["full", "reduced", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one cell did. All of it was said by the code itself, so it is to be judged like the model's text.
+    """The result of one cell. The code controls all of its content, so treat it like text from the model.
 
     ``status`` is ``ok``; ``error`` (it raised, or a command failed); ``timeout``; ``memory``; ``output`` (it wrote more
-    than it may); or ``killed`` (its process ended, by its own doing). ``value`` is the ``repr`` of a cell's last
+    than allowed); or ``killed`` (the code ended its own process). ``value`` is the ``repr`` of a cell's last
     expression, or the JSON value that a called function returned.
 
     >>> Result(status="ok", value="4").is_ok
@@ -27,10 +27,10 @@ class Result:
     value: Any = None
     error: str | None = None
     exit_code: int | None = None
-    """Of a bash cell that came to its end."""
+    """The exit code of a bash cell that completed."""
     time_s: float = 0.0
     is_fresh: bool = True
-    """Did the cell start from nothing? True for the first cell of a session, and after one that ended the process."""
+    """Whether the cell started without earlier state: the first cell of a session, or after the process ended."""
 
     @property
     def is_ok(self) -> bool:
@@ -39,7 +39,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """How well code is held here; ``reasons`` say what is missing, and is empty where nothing is.
+    """How well this machine isolates code; ``reasons`` says what is missing.
 
     >>> str(Level(name="reduced", reasons=("user namespaces are forbidden",)))
     'reduced: user namespaces are forbidden'
@@ -48,7 +48,7 @@ class Level:
     name: LevelName
     reasons: tuple[str, ...] = ()
     landlock: int = 0
-    """The version of Landlock in the kernel; 0 where there is none."""
+    """The kernel's Landlock version; 0 if there is none."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'; '.join(self.reasons)}" if self.reasons else self.name

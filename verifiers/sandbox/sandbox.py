@@ -1,4 +1,4 @@
-"""Settings → processes to run code in: what a cell may use, and a few processes kept ready for the next."""
+"""A sandbox for code: its limits, its sessions, and a few processes started in advance."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SHELL_AND_RUNNER = 2
 
 
 class Sandbox:
-    """A place to run code that is not trusted: ``run`` in a fresh process, or ``session`` for several cells.
+    """Runs untrusted code: ``run`` in a fresh process, or ``session`` for several cells.
 
-    ``files`` lie in its folder at the start; ``packages`` are imported beforehand, if they are installed. ``level``
-    asks for exactly that isolation instead of the best there is; ``warm`` processes are kept ready for the next call.
+    ``files`` are in the working folder at the start; ``packages`` are imported in advance if they are installed.
+    ``level`` requires exactly this isolation instead of the best available; ``warm`` processes are started in advance.
 
     >>> with Sandbox() as sandbox:
     ...     sandbox.run("print('hello'); 6 * 7").value
@@ -58,7 +58,7 @@ class Sandbox:
         if level is not None and level not in get_args(LevelName):
             raise ValueError(f"level must be 'full', 'reduced' or 'none'; got {level!r}")
         if level == "none" and not allow_unsafe:
-            raise ValueError("level='none' isolates nothing; say allow_unsafe=True as well if that is what you want")
+            raise ValueError("level='none' isolates nothing; pass allow_unsafe=True as well if that is what you want")
         if isinstance(packages, str):
             raise TypeError(f"packages must be a list of names; got the string {packages!r}")
         counts = {"memory_mb": memory_mb, "output_kb": output_kb, "disk_mb": disk_mb, "processes": processes}
@@ -91,7 +91,7 @@ class Sandbox:
 
     @either
     def run(self, code: str, *, timeout_s: float | None = None, memory_mb: int | None = None) -> Steps[Result]:
-        """Run code in a process of its own, and end that process."""
+        """Run code in a new process, and end that process."""
         check_code(code)
         session = self.session(memory_mb=memory_mb)
         try:
@@ -100,20 +100,20 @@ class Sandbox:
             session.close()
 
     def session(self, *, memory_mb: int | None = None) -> Session:
-        """A session; its process starts with the first thing it is asked to do. Use it in a ``with`` block."""
+        """A session, to be used in a ``with`` block; its process starts with the first request."""
         if memory_mb is not None:
             _check_count("memory_mb", memory_mb, 1)
         return Session(self, memory_mb=memory_mb)
 
     @either
     def start(self) -> Steps[Level]:
-        """Start what all processes are forked from (else the first call does), and say how well they are held."""
+        """Start the zygote, from which all processes are forked (else the first call does), and return its level."""
         host = yield from self._running_host()
         self.refill()
         return host.level
 
     def close(self) -> None:
-        """End every process that runs code for this sandbox. Calls made after that start anew."""
+        """End every process of this sandbox. Later calls start new ones."""
         with self._lock:
             ready, self._ready = list(self._ready), deque()
             host, self._host = self._host, None
@@ -143,7 +143,7 @@ class Sandbox:
     # --- for sessions ---------------------------------------------------------------------------------------------
 
     def take(self, memory_mb: int | None = None) -> Steps[Process]:
-        """A process that nobody has used, with the files in it; a place is waited for if all are taken."""
+        """An unused process that contains the files; waits for a free place if all are taken."""
         host = yield from self._running_host()
         yield from host.places.enter()
         process = self._next_ready() if memory_mb in (None, self.memory_mb) else None
@@ -164,7 +164,7 @@ class Sandbox:
                 files = {name: encode(content) for name, content in self.files.items()}
                 reply = yield from process.request({"do": "write", "files": files}, FILES_S, FILE_WRITTEN)
                 if (number := reply.get("errno")) is not None:
-                    raise ValueError(f"the sandbox's files do not fit into it: {os.strerror(number)}")
+                    raise ValueError(f"the sandbox's files cannot be written into it: {os.strerror(number)}")
         except BaseException as error:
             process.close()
             if isinstance(error, EndedError):
@@ -173,7 +173,7 @@ class Sandbox:
         return process
 
     def check_host(self, error: EndedError) -> None:
-        """A process that ended because everything under it did is no deed of its code's."""
+        """Raise SandboxError if a process ended because its zygote did, which its code has not caused."""
         host = self._host
         if host is not None and not host.is_alive() and self._owner == os.getpid():
             raise SandboxError(f"the sandbox's first process is gone, and all others with it ({error})") from None
@@ -192,7 +192,7 @@ class Sandbox:
         yield from host.start()
         if self.language == "bash" and host.level.name != "full":
             raise SandboxError(
-                "bash needs processes, and they are only held at the full level; here it is " + str(host.level)
+                "bash starts processes, which only the full level confines; the level here is " + str(host.level)
             )
         return host
 
@@ -203,16 +203,16 @@ class Sandbox:
             return None
 
     def refill(self) -> None:
-        """Have processes made for the next calls; called once this one is done, so that it does not wait for them."""
+        """Start processes for the next calls; called at the end of a call, so that it does not wait for them."""
         host = self._host
         while host is not None and len(self._ready) < self.warm and host.is_alive():
             try:
                 process = self._new_process()
-            except OSError:  # too many open files, say: the next call finds out
+            except OSError:  # for example too many open files: the next call will report it
                 return
             try:
                 process.hand_over(host.control, self._order(self.memory_mb))
-            except OSError:  # the zygote is busy or gone, likewise
+            except OSError:  # the zygote is busy or gone; the next call will report that too
                 process.close()
                 return
             self._ready.append(process)
@@ -237,7 +237,7 @@ def _check_count(name: str, count: int, least: int) -> None:
 
 
 def level() -> Level:
-    """How well this machine can hold code: found out by trying, in about a tenth of a second.
+    """How well this machine can isolate code; it is tried out, which takes about 0.1 s.
 
     >>> level().name in ("full", "reduced", "none")
     True

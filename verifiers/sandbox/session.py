@@ -1,4 +1,4 @@
-"""Cells of code → results, one after another, with state that lives on from each to the next."""
+"""A session runs cells of code one after another and keeps state between them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from verifiers.sandbox.sandbox import Sandbox
 
 GRACE_S, GRACE_SHARE = 0.5, 0.1
-"""How long a cell may take to notice its alarm before its process is ended: so much, and a tenth of its time."""
+"""A cell has this many seconds, plus a tenth of its timeout, to react to its alarm before its process is ended."""
 FILES_S = 30.0
 
 
 class SessionLostError(ToolError, TimeoutError):
-    """The code in a session has left its process unable to say what is in its files, or to say it honestly."""
+    """Because of its code, the session's process no longer answers requests for its files, or answers invalidly."""
 
 
 class Session:
-    """One process that keeps its state from cell to cell; get one from ``Sandbox.session()``.
+    """One process that keeps state between cells; create it with ``Sandbox.session()``.
 
-    A cell that ends the process costs the state, never the session: the next cell starts from nothing, and its result
-    says so in ``is_fresh``.
+    If a cell ends the process, its state is lost, but the session continues: the next cell runs in a new process, and
+    its result has ``is_fresh``.
 
     >>> from verifiers.sandbox import Sandbox
     >>> with Sandbox() as sandbox, sandbox.session() as session:
@@ -53,7 +53,7 @@ class Session:
 
     @either
     def run(self, code: str, *, timeout_s: float | None = None) -> Steps[Result]:
-        """Run a cell and return what it did; several at once wait for one another."""
+        """Run a cell and return its result; concurrent calls run one after another."""
         check_code(code)
         return self.steps({"do": "run", "code": code}, timeout_s, self.sandbox.cell_ran)
 
@@ -66,9 +66,9 @@ class Session:
         *,
         timeout_s: float | None = None,
     ) -> Steps[Result]:
-        """Call a function that a cell defined; ``value`` is what it returned, as JSON can say it.
+        """Call a function that a cell defined; the result's ``value`` is its return value, converted to JSON data.
 
-        Give it the inputs only. What it should return stays out here, where the code cannot look.
+        Pass only the inputs. Keep the expected value outside the sandbox, where the code cannot see it.
 
         >>> from verifiers.sandbox import Sandbox
         >>> with Sandbox() as sandbox, sandbox.session() as session:
@@ -77,17 +77,17 @@ class Session:
         True
         """
         if self.sandbox.language != "python":
-            raise ValueError(f"a function can be called in a python session; this one is {self.sandbox.language}")
+            raise ValueError(f"only a python session can call a function; this one is {self.sandbox.language}")
         request = {"do": "call", "name": name, "args": list(args), "kwargs": dict(kwargs or {})}
         try:
             json.dumps(request)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"the arguments of {name!r} must be plain values that JSON can say: {error}") from None
+            raise TypeError(f"the arguments of {name!r} must be plain JSON values: {error}") from None
         return self.steps(request, timeout_s, self.sandbox.function_returned)
 
     @either
     def write(self, name: str, content: bytes | str) -> Steps[None]:
-        """Put a file into the session's folder."""
+        """Write a file in the session's folder."""
         check_name(name)
         yield from self._files({"do": "write", "files": {name: encode(content)}}, FILE_WRITTEN)
 
@@ -95,7 +95,7 @@ class Session:
     def read(self, name: str) -> Steps[bytes]:
         """The bytes of a file in the session's folder.
 
-        An OSError (it is not there, or the session did not answer) is the code's doing, not the sandbox's.
+        An OSError (the file does not exist, or the session did not answer) is caused by the code, not by the sandbox.
         """
         check_name(name)
         ends = time.monotonic() + FILES_S
@@ -110,25 +110,25 @@ class Session:
                 if len(piece) < PIECE_BYTES:
                     return bytes(content)
                 if len(content) > self.sandbox.disk_bytes:
-                    raise OSError(errno.EFBIG, f"longer than the {self.sandbox.disk_mb} MiB that fit into it", name)
+                    raise OSError(errno.EFBIG, f"longer than the disk limit of {self.sandbox.disk_mb} MiB", name)
         finally:
             self._done()
 
     @either
     def files(self) -> Steps[list[str]]:
-        """The names of all files in the session's folder, with folders inside it as ``folder/name``.
+        """The names of all files in the session's folder, as ``folder/name`` inside folders.
 
-        At most 10,000 of them, and a mebibyte.
+        The list has at most 10,000 names and at most one mebibyte.
         """
         reply = yield from self._files({"do": "files"}, FILES_LISTED)
         names: list[str] = reply.get("names", [])
         return names
 
     def close(self) -> None:
-        """End the session's process and everything it started; a cell that is running is killed."""
+        """End the session's process and everything it started; a running cell is killed."""
         self._is_closed = True
         if self._turn.is_busy() and self._process is not None:
-            self._process.kill()  # the one who waits for the cell closes it
+            self._process.kill()  # the call that waits for the cell closes it
         else:
             self._drop()
 
@@ -149,7 +149,7 @@ class Session:
         self.close()
 
     def steps(self, request: dict[str, Any], timeout_s: float | None, shape: Shape) -> Steps[Result]:
-        """One cell, from a free place to its result."""
+        """Run one request when its turn comes, and return the result."""
         seconds = self.sandbox.timeout_s if timeout_s is None else timeout_s
         if not (seconds > 0 and math.isfinite(seconds)):
             raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}")
@@ -173,7 +173,7 @@ class Session:
             self._drop()
             self.sandbox.check_host(error)
             return result
-        except BaseException:  # cancelled: what the cell is at is unknown, so it cannot be gone on with
+        except BaseException:  # cancelled: the state of the cell is unknown, so the process cannot be reused
             self._drop()
             raise
         return _result(process, reply, is_fresh)
@@ -194,7 +194,7 @@ class Session:
             if not isinstance(error, EndedError):
                 raise
             self.sandbox.check_host(error)
-            raise SessionLostError(f"the session's files could not be reached: {error}") from None
+            raise SessionLostError(f"the session's files are not accessible: {error}") from None
         if (number := reply.get("errno")) is not None:
             raise OSError(number, os.strerror(number), request.get("name"))
         return reply
@@ -222,19 +222,19 @@ class Session:
 
 
 def check_code(code: str) -> None:
-    """Refuse what is not text before a process is taken for it."""
+    """Raise TypeError unless the code is a string, before a process is taken for it."""
     if not isinstance(code, str):
         raise TypeError(f"code must be a string; got {type(code).__name__}")
 
 
 def check_name(name: Any) -> None:
-    """Refuse what can be no file's name before the session is asked for it."""
+    """Raise ValueError unless this can be the name of a file, before the session is asked for it."""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"the name of a file must be a text, without null characters; got {name!r}")
+        raise ValueError(f"the name of a file must be a non-empty string without null characters; got {name!r}")
 
 
 def encode(content: bytes | str) -> str:
-    """A file's content, for JSON."""
+    """A file's content as base64, for JSON."""
     return base64.b64encode(content.encode() if isinstance(content, str) else content).decode()
 
 

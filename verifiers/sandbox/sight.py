@@ -1,4 +1,4 @@
-"""This machine → what code in the sandbox may see of it: programs, libraries, this Python; and what is kept from it."""
+"""Lists the paths that sandboxed code may read (programs, libraries, this Python), and those hidden from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# Not all of /usr: applications live in /usr/src as well, and settings in /usr/local/etc.
+# Not all of /usr: there may be applications in /usr/src, and settings in /usr/local/etc.
 _OF_PROGRAMS = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "include")
 _SYSTEM = (
     *(f"{top}/{name}" for top in ("/usr", "/usr/local") for name in _OF_PROGRAMS),
@@ -18,12 +18,12 @@ _NEEDS_VERIFIERS = b"\nRequires-Dist: verifiers"
 
 
 def site_folders() -> list[str]:
-    """Where this Python finds its installed packages."""
+    """The site-packages folders of this Python."""
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and os.path.isdir(path)]
 
 
 def readable_folders() -> list[str]:
-    """What code may read: the system's programs and libraries, and this Python. Never a home or a project folder."""
+    """The folders that code may read: system programs and libraries, and this Python; never home or project folders."""
     folders = list(_SYSTEM)
     paths = sysconfig.get_paths()
     folders += [paths[name] for name in ("stdlib", "platstdlib")]
@@ -38,7 +38,7 @@ def readable_folders() -> list[str]:
 
 
 def hidden_paths() -> list[str]:
-    """What lies among the installed packages and no code may read: environments, which know the right answers."""
+    """Paths inside site-packages that code must not read: environments, because they contain the right answers."""
     found: set[str] = set()
     for site in {path for folder in site_folders() for path in (folder, os.path.realpath(folder))}:
         found.update(os.path.join(site, name) for name in _names_of_environments(site))
@@ -46,7 +46,7 @@ def hidden_paths() -> list[str]:
 
 
 def _names_of_environments(site: str) -> set[str]:
-    """The files and folders of a site folder that belong to packages which need this one, and to this one."""
+    """The names in a site folder that belong to verifiers or to packages that require it."""
     names: set[str] = {"verifiers"}
     for entry in os.scandir(site):
         if entry.name.endswith(".dist-info"):
@@ -54,9 +54,9 @@ def _names_of_environments(site: str) -> set[str]:
             try:
                 if entry.name.startswith("verifiers-") or _NEEDS_VERIFIERS in (folder / "METADATA").read_bytes():
                     names |= {_top(path) for path in _files_of(folder)}
-            except OSError:  # half of a package
+            except OSError:  # an incomplete package
                 continue
-    names.discard("..")  # what lies outside, as programs do, is not in this folder
+    names.discard("..")  # files outside this folder, such as scripts
     compiled = {name.removesuffix(".py") for name in names if name.endswith(".py")}
     cache = Path(site, "__pycache__")
     return names | {f"__pycache__/{path.name}" for path in cache.glob("*.pyc") if path.name.split(".")[0] in compiled}

@@ -1,4 +1,4 @@
-"""Scores → what they show: intervals, pass@k, comparisons, when to stop, and how many examples a question needs."""
+"""Statistics of scores: intervals, pass@k, comparisons, when to stop, and how many examples to run."""
 
 from verifiers.stats.aggregates import Aggregate, aggregate, aggregate_difference, as_aggregates, f1_of
 from verifiers.stats.intervals import Interval, mean_interval

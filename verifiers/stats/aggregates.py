@@ -1,4 +1,4 @@
-"""All rows of a run → one figure of them all, with an interval from resampling the examples."""
+"""All rows of a run → one aggregate metric, with a bootstrap interval from resampling the examples."""
 
 import math
 import random
@@ -14,14 +14,14 @@ Row = Mapping[str, Any]
 Function = Callable[[Sequence[Row]], float | None]
 
 RESAMPLES = 1000
-MOST_MISSING = 0.1  # of the resamples; with more, the interval would be that of other data
-SHOWN_CHARS = 200  # of what a function raised
+MOST_MISSING = 0.1  # of the resamples; if more have no value, the rest would give a biased interval
+SHOWN_CHARS = 200  # of an error message
 MOST_IN_FULL = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
-    """A metric of all rows; `value` is None where the function has none to give, and `error` says why it failed."""
+    """A metric of all rows; `value` is None if the function returned none or failed, and `error` is its exception."""
 
     value: float | None
     low: float | None = None
@@ -38,7 +38,7 @@ class Aggregate:
 
 
 def _shown(value: float | None) -> str:
-    """A figure as one reads it; one with many digits before the point is given by its power of ten.
+    """A number with three decimals; a very large one in scientific notation.
 
     >>> _shown(0.5), _shown(1e300)
     ('0.500', '1e+300')
@@ -47,7 +47,7 @@ def _shown(value: float | None) -> str:
 
 
 def failure(error: BaseException) -> str:
-    """What foreign code raised, in a line; only what stops the program is raised again."""
+    """An exception of foreign code as one line; an exception that stops the program is raised again."""
     found = contained(error)
     return f"{type(found).__name__}: {found}"
 
@@ -77,13 +77,13 @@ def f1_of(positive: str) -> Function:
 
 
 def as_aggregates(given: Any) -> dict[str, Function]:
-    """Names of ours, functions of all rows, or both by name, as functions by name.
+    """Names of built-in aggregates, functions of all rows, or a mapping of names to either, as functions by name.
 
     >>> list(as_aggregates(["balanced_accuracy", max]))
     ['balanced_accuracy', 'max']
     >>> as_aggregates(["f1"])
     Traceback (most recent call last):
-    ValueError: there is no aggregate 'f1'; there are accuracy, balanced_accuracy, macro_f1, or any function of all rows
+    ValueError: there is no aggregate 'f1'; use accuracy, balanced_accuracy, macro_f1, or any function of all rows
     """
     pairs = given.items() if isinstance(given, Mapping) else [(_name(one), one) for one in given or ()]
     found: dict[str, Function] = {}
@@ -91,9 +91,9 @@ def as_aggregates(given: Any) -> dict[str, Function]:
         function = BY_NAME.get(one) if isinstance(one, str) else one
         if not callable(function):
             known = ", ".join(BY_NAME)
-            raise ValueError(f"there is no aggregate {one!r}; there are {known}, or any function of all rows")
+            raise ValueError(f"there is no aggregate {one!r}; use {known}, or any function of all rows")
         if name in found:
-            raise ValueError(f"two aggregates are called {name!r}; give them as {{name: function}}")
+            raise ValueError(f"two aggregates are called {name!r}; pass them as {{name: function}} with other names")
         found[str(name)] = function
     return found
 
@@ -105,7 +105,7 @@ def _name(one: Any) -> str:
 def aggregate(
     rows: Sequence[Row], function: Function, *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> Aggregate:
-    """A function of all rows with its bootstrap interval: whole examples are drawn again, with all their rollouts.
+    """A function of all rows with its bootstrap interval; examples are resampled together with all their rollouts.
 
     >>> rows = [{"example_id": i, "answer": "ab"[i % 2], "parsed": "a"} for i in range(40)]
     >>> print(aggregate(rows, BY_NAME["balanced_accuracy"]))
@@ -116,7 +116,7 @@ def aggregate(
     counts = {"rows": len(rows), "examples": len(groups), "level": level}
     try:
         value = _number(function(rows))
-    except BaseException as error:  # foreign code: a figure that cannot be had is none, and says why
+    except BaseException as error:  # foreign code: its failure is part of the result
         return Aggregate(value=None, error=failure(error), **counts)  # type: ignore[arg-type]
     if value is None or len(groups) < 2:
         return Aggregate(value=value, **counts)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def aggregate_difference(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Aggregate:
-    """What B has more than A, on the examples that both have, drawn again together."""
+    """The aggregate of B minus that of A, on the examples in both; each example is resampled in both runs at once."""
     a, b = by_example(rows_a), by_example(rows_b)
     shared = [example for example in a if example in b]
     counts = {"rows": sum(len(a[key]) + len(b[key]) for key in shared), "examples": len(shared), "level": level}
@@ -170,7 +170,7 @@ def _resampled(groups: Sequence[Sequence[Row]], function: Function, resamples: i
         rows = [row for group in draw.choices(groups, k=len(groups)) for row in group]
         try:
             value = _number(function(rows))
-        except BaseException as error:  # foreign code; a draw without one of the labels has no figure
+        except BaseException as error:  # foreign code, which may fail on a resample without one of the labels
             contained(error)
             continue
         if value is not None:

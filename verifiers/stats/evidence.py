@@ -1,4 +1,4 @@
-"""Scores of two runs → the test that applies to them: its p-value, and its interval at any level."""
+"""Scores of two runs → the test that applies to them, with its p-value and its interval at any level."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from verifiers.stats.student import t_quantile, t_tail, z_quantile
 Range = tuple[float | None, float | None]
 Groups = Sequence[Sequence[float]]  # the scores of each example
 
-_FEW_REPEATED = 20  # examples below which repeats tell more than signs do
+_FEW_REPEATED = 20  # below this many examples with repeats, a t test has more power than sign flips
 _FEW_SINGLE = 10
-_MANY_VALUES = 2000  # above it, flipped signs follow Student's t to three digits
+_MANY_VALUES = 2000  # above this many, the sign-flip distribution equals Student's t to three digits
 
 
 class Evidence(Protocol):
-    """A test of the difference between two runs: below 1 - level, its p-value leaves 0 outside of its interval."""
+    """A test of the difference between two runs; if its p-value is below 1 - level, its interval excludes 0."""
 
     name: str
     p_value: float
@@ -30,9 +30,8 @@ class Evidence(Protocol):
 def paired_evidence(groups_a: Groups, groups_b: Groups, *, seed: int = 0, level: float = 0.95) -> Evidence:
     """The test for two runs of the same examples.
 
-    Signs are flipped, which is exact and asks for no shape, unless there are too few examples for signs to show
-    anything and there is more to go by: several rollouts of each, or differences that take many values. Then it is the
-    t test.
+    This is the sign-flip test, which is exact and assumes no distribution. With too few examples for it to detect
+    anything, it is the t test if examples have several rollouts or differences take many values.
     """
     changes = [fmean(b) - fmean(a) for a, b in zip(groups_a, groups_b, strict=True)]
     n, has_few_values = len(changes), have_few_values([*chain(*groups_a, *groups_b)])
@@ -49,7 +48,7 @@ def paired_evidence(groups_a: Groups, groups_b: Groups, *, seed: int = 0, level:
 def unpaired_evidence(groups_a: Groups, groups_b: Groups, *, seed: int = 0, level: float = 0.95) -> Evidence:
     """The test for two runs of different examples: Welch's t test of the examples' means.
 
-    Scores of a few values get two imagined examples in each run, one at either end, as Agresti and Caffo have it.
+    If scores take few values, two pseudo-examples are added to each run, one at either end (Agresti and Caffo).
     """
     scores = [*chain(*groups_a, *groups_b)]
     sides = []
@@ -68,11 +67,11 @@ def unpaired_evidence(groups_a: Groups, groups_b: Groups, *, seed: int = 0, leve
         return Nothing()
     df = total**2 / (square_a**2 / (n_a - 1) + square_b**2 / (n_b - 1))
     difference = fmean(map(fmean, groups_b)) - fmean(map(fmean, groups_a))
-    return Student("Welch's t test", center_b - center_a, math.sqrt(total), df, holds=difference)
+    return Student("Welch's t test", center_b - center_a, math.sqrt(total), df, contains=difference)
 
 
 class Nothing:
-    """What one example, or scores that are all alike, show."""
+    """No test: there is only one example, or all scores are equal."""
 
     name = "no test"
     p_value = 1.0
@@ -82,24 +81,24 @@ class Nothing:
 
 
 class Student:
-    """The t test of a mean difference, and its interval."""
+    """The t test of a mean difference, and its interval, extended to contain the value `contains` of the same sign."""
 
-    def __init__(self, name: str, center: float, se: float, df: float, holds: float | None = None) -> None:
+    def __init__(self, name: str, center: float, se: float, df: float, contains: float | None = None) -> None:
         self.name, self.center, self.se, self.df = name, center, se, df
-        self.holds = center if holds is None or holds * center <= 0 else holds
+        self.contains = center if contains is None or contains * center <= 0 else contains
         self.p_value = t_tail(center / se, df)
 
     def interval(self, level: float) -> Range:
-        reach = t_quantile((1 + level) / 2, self.df) * self.se
-        return min(self.holds, self.center - reach), max(self.holds, self.center + reach)
+        half_width = t_quantile((1 + level) / 2, self.df) * self.se
+        return min(self.contains, self.center - half_width), max(self.contains, self.center + half_width)
 
 
 class Flipped:
     """The sign-flip test, and its interval.
 
-    Differences that take a few values say nothing of what lies between them: two runs that agree everywhere would
-    differ by 0 ± 0. There each end is the farther one of the test's and of Bonett and Price's, who count two imagined
-    examples, one won and one lost; but never so far that it would contradict the test.
+    If differences take few values, the interval of the test alone may be too narrow: two runs with equal scores would
+    differ by 0 ± 0. Then each end is the farther one of the test's interval and of that of Bonett and Price, which adds
+    two pseudo-examples, one won and one lost; but it never contradicts the test.
     """
 
     def __init__(self, changes: Sequence[float], groups_a: Groups, groups_b: Groups, seed: int) -> None:
@@ -131,16 +130,16 @@ class Flipped:
         return low, high
 
     def _bonett_price(self, level: float) -> tuple[float, float]:
-        weight = max(min(1.0, 2 / self.rollouts), 0.08)  # of an imagined example, as for a single mean
+        weight = max(min(1.0, 2 / self.rollouts), 0.08)  # of a pseudo-example, as for the interval of a mean
         n, mean = len(self.changes) + 2 * weight, fmean(self.changes)
         center = math.fsum(self.changes) / n
         mean_square = (math.fsum(change * change for change in self.changes) + 2 * weight * self.span**2) / n
-        reach = z_quantile((1 + level) / 2) * math.sqrt((mean_square - center**2) / n)
-        return max(-self.span, min(mean, center - reach)), min(self.span, max(mean, center + reach))
+        half_width = z_quantile((1 + level) / 2) * math.sqrt((mean_square - center**2) / n)
+        return max(-self.span, min(mean, center - half_width)), min(self.span, max(mean, center + half_width))
 
 
 def rollout_noise(groups_a: Groups, groups_b: Groups) -> float | None:
-    """The variance that rollouts alone give to an example's difference; None where an example was run once."""
+    """The variance of an example's difference due to its rollouts; None if any example has fewer than two in a run."""
     parts = []
     for group_a, group_b in zip(groups_a, groups_b, strict=True):
         if len(group_a) < 2 or len(group_b) < 2:

@@ -1,4 +1,4 @@
-"""Scores → their mean over examples, with a confidence interval."""
+"""The mean of scores over examples, with a confidence interval."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -8,7 +8,7 @@ from statistics import fmean, harmonic_mean, stdev
 
 from verifiers.stats.scores import (
     TOLERANCE,
-    are_alike,
+    are_equal,
     by_example,
     check_share,
     example_means,
@@ -18,12 +18,12 @@ from verifiers.stats.scores import (
 from verifiers.stats.shares import share_range, solved_range
 from verifiers.stats.skewed import skewed_range
 
-_WEIGHTS_ADD_UP_TO = 2.0  # rewards up to here are taken for sums of weights, of which 0 is the least
+_WEIGHTS_ADD_UP_TO = 2.0  # rewards between 0 and this are assumed to be weighted sums with 0 as their minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and how far off it may be; low and high are None where the scores cannot tell.
+    """A mean and its confidence interval; low and high are None if the scores do not determine them.
 
     >>> print(Interval(mean=0.5, low=0.4, high=0.6, n=400, clusters=100, level=0.95, se=0.05))
     0.500 (95% interval 0.400 to 0.600; 400 rollouts of 100 examples)
@@ -39,7 +39,7 @@ class Interval:
 
     @property
     def half_width(self) -> float | None:
-        """Half the interval's width, the ± of a report."""
+        """Half of the interval's width, for ± in reports."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
     def __str__(self) -> str:
@@ -56,11 +56,11 @@ def mean_interval(
     *,
     bounds: tuple[float, float] | None = None,
 ) -> Interval:
-    """The mean over examples with its interval; None is a failed rollout and counts nowhere.
+    """The mean over examples with its interval; None is a failed rollout, which is left out.
 
-    `clusters` says which rollouts share an example; examples weigh the same, however many of their rollouts were
-    scored. Without it every value is an example of its own. `bounds` are the least and the largest score there can be;
-    where they are not given, scores between 0 and 1 are taken to have these bounds.
+    `clusters` are the example ids of the values; each example has the same weight, however many of its rollouts were
+    scored. Without `clusters`, each value is a separate example. `bounds` are the smallest and largest possible score;
+    by default, scores between 0 and 1 are assumed to have these bounds.
 
     >>> print(mean_interval([0.2, 0.4, 0.6, 0.5, None, 0.4], clusters=["a", "a", "b", "b", "c", "c"]))
     0.417 (95% interval 0.036 to 0.904; 5 rollouts of 3 examples)
@@ -86,10 +86,10 @@ def mean_interval(
 def _range(
     means: Sequence[float], scores: Sequence[float], rollouts: float, level: float, bounds: tuple[float, float] | None
 ) -> tuple[float, float] | tuple[None, None]:
-    """The interval by what kind of scores these are; none where they do not tell how far apart scores can lie."""
+    """The interval for this kind of scores; none for equal scores that are not at a known bound."""
     least, most = bounds or _assumed_bounds(scores)
     is_bounded = bounds is not None or (min(scores) >= 0 and max(scores) <= 1)
-    if are_alike(scores):
+    if are_equal(scores):
         is_at_end = is_bounded and any(abs(scores[0] - end) <= TOLERANCE for end in (least, most))
         if not is_at_end:
             return None, None
@@ -102,7 +102,7 @@ def _range(
 
 
 def _assumed_bounds(scores: Sequence[float]) -> tuple[float, float]:
-    """0 and 1 for scores between them; 0 and the largest for weights that add up to a little more; else those seen."""
+    """0 and 1 for scores between them, 0 and the largest for sums of weights slightly above 1, else the range seen."""
     least, most = min(scores), max(scores)
     return (0.0, max(1.0, most)) if least >= 0 and most <= _WEIGHTS_ADD_UP_TO else (least, most)
 
@@ -114,11 +114,11 @@ def _check_bounds(bounds: tuple[float, float] | None, scores: Sequence[float]) -
     if not -math.inf < least < most < math.inf:
         raise ValueError(f"bounds={bounds!r} must be two finite numbers, the smaller first")
     if outside := [score for score in scores if not least - TOLERANCE <= score <= most + TOLERANCE]:
-        raise ValueError(f"a score of {outside[0]!r} lies outside bounds={bounds!r}")
+        raise ValueError(f"a score of {outside[0]!r} is outside bounds={bounds!r}")
 
 
 def describe_range(low: float | None, high: float | None, level: float, sign: str = "") -> str:
-    """An interval in words.
+    """An interval as text.
 
     >>> describe_range(0.4, 0.6, 0.95), describe_range(None, None, 0.95)
     ('95% interval 0.400 to 0.600', 'no 95% interval')

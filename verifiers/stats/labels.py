@@ -1,4 +1,4 @@
-"""True and predicted labels → how good a classifier is; a reply without a label is wrong, and no label of its own."""
+"""Classification metrics from true and predicted labels; a completion without a label (None) counts as wrong."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ Predicted = Sequence[Hashable | None]
 
 
 def accuracy(truth: Labels, predicted: Predicted) -> float | None:
-    """The share that is right; None of nothing.
+    """The share of right labels; None if there are none.
 
     >>> accuracy(["a", "a", "b", "b"], ["a", "b", "b", None])
     0.5
@@ -19,7 +19,7 @@ def accuracy(truth: Labels, predicted: Predicted) -> float | None:
 
 
 def balanced_accuracy(truth: Labels, predicted: Predicted) -> float | None:
-    """The mean over the labels of the share of each that is found: guessing the commonest one is not worth much.
+    """The mean recall over the true labels, for which always guessing the most common label scores low.
 
     >>> balanced_accuracy(["a", "a", "a", "b"], ["a", "a", "a", "a"])
     0.5
@@ -30,19 +30,19 @@ def balanced_accuracy(truth: Labels, predicted: Predicted) -> float | None:
 
 
 def precision(truth: Labels, predicted: Predicted, positive: Hashable) -> float | None:
-    """Of those that were called positive, the share that is; None where none was."""
+    """The share of predicted positives that are positive; None if none was predicted."""
     named = [one for one, other in _pairs(truth, predicted) if other == positive]
     return sum(one == positive for one in named) / len(named) if named else None
 
 
 def recall(truth: Labels, predicted: Predicted, positive: Hashable) -> float | None:
-    """Of those that are positive, the share that was called so; None where none is."""
+    """The share of positives that were predicted as such; None if there are none."""
     there = [other for one, other in _pairs(truth, predicted) if one == positive]
     return sum(other == positive for other in there) / len(there) if there else None
 
 
 def f1(truth: Labels, predicted: Predicted, positive: Hashable) -> float | None:
-    """The harmonic mean of precision and recall; None where nothing is positive and nothing was called so.
+    """The harmonic mean of precision and recall; None if no label is positive, true or predicted.
 
     >>> f1(["yes", "yes", "no", "no"], ["yes", "no", "yes", "no"], "yes")
     0.5

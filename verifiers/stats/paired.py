@@ -1,4 +1,4 @@
-"""Two runs → which is better, by how much, and on which examples; paired by example, or as two samples."""
+"""Compares two runs: which is better, by how much, and on which examples; paired by example, or as two samples."""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from verifiers.stats.evidence import Evidence, paired_evidence, unpaired_evidenc
 from verifiers.stats.intervals import describe_range
 from verifiers.stats.scores import TOLERANCE, check_share, finite
 
-Scores = Mapping[Any, float | Iterable[float | None] | None]  # by example id, any hashable one
+Scores = Mapping[Any, float | Iterable[float | None] | None]  # by example id, which may be any hashable
 
 _COUNT_ENDINGS = ("_calls", "_count", "_counts", "_tokens", "_turns", "_retries", "_cells", "_steps", "_faults")
 _COUNT_NAMES = ("turns", "retries", "cells", "tokens", "length", "steps", "calls", "faults")
@@ -18,13 +18,13 @@ _COUNT_NAMES = ("turns", "retries", "cells", "tokens", "length", "steps", "calls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What B changed against A; every difference is B - A.
+    """The change from A to B; every difference is B - A.
 
-    `verdict` is one of "better", "worse", "no difference shown" and, with a `margin`, "not worse"; None where there is
-    none to give. `won`, `lost` and `tied` hold the ids from B's side, the largest change first. `only_a` and `only_b`
-    were scored in one run only, `unscored` in neither; a paired comparison uses none of them. `low` and `high` are at
-    `level` and come from `test`, as `p_value` does; of `metrics` compared at once, Holm's correction has raised the
-    level and given `adjusted_p`. `sd` is that of the differences.
+    `verdict` is "better", "worse", "no difference shown" or, with a `margin`, "not worse"; None if the metric was not
+    tested. `won`, `lost` and `tied` contain example ids from B's side, the largest change first. Examples in `only_a`
+    and `only_b` were scored in one run only, those in `unscored` in neither; a paired comparison uses none of them.
+    The interval from `low` to `high` at `level`, and `p_value`, come from `test`. If `metrics` were tested at once,
+    Holm's correction has raised `level` and computed `adjusted_p`. `sd` is the standard deviation of the differences.
     """
 
     mean_a: float | None
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def verdict_in_words(self) -> str:
-        """The verdict as a report begins with it."""
+        """The verdict as the beginning of a report."""
         margin = "" if self.margin is None else f"{self.margin:g}"
         return {
             None: "No verdict:",
@@ -95,8 +95,8 @@ def compare(
 ) -> Comparison:
     """Compare run B with run A; each maps an example id to its score or scores.
 
-    It is done example by example, with `paired=False` as two samples of examples. `margin` asks whether B is worse by
-    no more than that.
+    Runs are compared example by example, or with `paired=False` as two samples of examples. With a `margin`, the
+    comparison also asks whether B is worse by less than that.
 
     >>> a = {"sum": [1, 0], "sort": [0, 0], "spell": [1, 1], "plan": [None, 0]}
     >>> b = {"sum": [1, 1], "sort": [1, 0], "spell": [1, 1], "plan": [None, None]}
@@ -120,9 +120,9 @@ def compare_metrics(
 ) -> dict[str, Comparison]:
     """Compare two runs in several metrics at once; each run maps a metric to the scores of its examples.
 
-    Only `tested` metrics get a verdict (all but counts, if it is not given), and Holm's correction keeps the chance
-    that any of them is wrong at 1 - level: each is tested, and its interval is shown, at the level of its turn. A
-    metric that says the same as one before it is not tested twice.
+    Only `tested` metrics (default: all except counts) get a verdict. Holm's correction limits the chance that any
+    verdict is wrong to 1 - level: each metric's test and interval use the level of its Holm step. A metric with the
+    same scores as an earlier one is not tested again.
 
     >>> a, b = dict.fromkeys(range(8), 0), dict.fromkeys(range(8), 1)
     >>> found = compare_metrics({"reward": a, "num_turns": a}, {"reward": b, "num_turns": b})
@@ -131,13 +131,13 @@ def compare_metrics(
     """
     check_share(level, "level")
     if margin is not None and not 0 <= margin < math.inf:
-        raise ValueError(f"margin={margin!r} must be 0 or more: how much worse B may be")
+        raise ValueError(f"margin={margin!r} must be a finite number of 0 or more: how much worse B may be")
     names = [*a, *(name for name in b if name not in a)]
     wanted = {name for name in names if not is_count(name)} if tested is None else set(tested)
     pairs = {name: Pair(a.get(name, {}), b.get(name, {}), paired, seed, level) for name in names}
     ranked = _ranked({name: pair for name, pair in pairs.items() if name in wanted and pair.evidence is not None})
     levels, adjusted = _holm(ranked, level)
-    same = {name: first for first, pair, _ in ranked for name in wanted if pairs[name].says_the_same(pair)}
+    same = {name: first for first, pair, _ in ranked for name in wanted if pairs[name].has_same_scores(pair)}
     found = {}
     for name, pair in pairs.items():
         first = same.get(name)
@@ -149,7 +149,7 @@ def compare_metrics(
 
 
 def is_count(name: str) -> bool:
-    """Whether a metric counts what happened, by its name: more turns are neither better nor worse.
+    """Whether a metric is a count, judging by its name: more turns, for example, are neither better nor worse.
 
     >>> is_count("num_turns"), is_count("total_tool_calls"), is_count("exact")
     (True, True, False)
@@ -158,7 +158,7 @@ def is_count(name: str) -> bool:
 
 
 class Pair:
-    """The scores of two runs in one metric: what they share, and the test that applies to them."""
+    """The scores of two runs in one metric, the examples they share, and the test that applies."""
 
     def __init__(self, a: Scores, b: Scores, paired: bool, seed: int, level: float) -> None:
         self.all_ids = {**a, **b}
@@ -173,13 +173,13 @@ class Pair:
             find = paired_evidence if paired else unpaired_evidence
             self.evidence = find(self.groups_a, self.groups_b, seed=seed, level=level)
 
-    def says_the_same(self, other: "Pair") -> bool:
+    def has_same_scores(self, other: "Pair") -> bool:
         return self is other or (self.a == other.a and self.b == other.b)
 
     def comparison(
         self, level: float, margin: float | None, adjusted_p: float | None = None, metrics: int = 1
     ) -> Comparison:
-        """The result at one level; without an adjusted p-value, it is not tested."""
+        """The result at one level; without `adjusted_p` the metric is not tested and gets no verdict."""
         means_a, means_b = [*map(fmean, self.groups_a)], [*map(fmean, self.groups_b)]
         changes = {example: fmean(self.b[example]) - fmean(self.a[example]) for example in self.shared}
         by_size = sorted(self.shared, key=lambda example: -abs(changes[example]))
@@ -216,7 +216,7 @@ class Pair:
 
 
 def _verdict(found: Comparison) -> str | None:
-    """What the interval says, which is what the test says: 0 is outside of it where the p-value is small enough."""
+    """The verdict of the interval and the test, which agree: 0 is outside the interval if p < 1 - level."""
     if found.p_value is None or found.difference is None:
         return None
     is_shown = found.p_value < 1 - found.level
@@ -228,16 +228,16 @@ def _verdict(found: Comparison) -> str | None:
 
 
 def _ranked(pairs: Mapping[str, Pair]) -> list[tuple[str, Pair, float]]:
-    """The metrics that are tested, the smallest p-value first; of those that say the same, the first."""
+    """The metrics to test, smallest p-value first; of metrics with the same scores, only the first."""
     chosen: list[tuple[str, Pair, float]] = []
     for name, pair in pairs.items():
-        if pair.evidence is not None and not any(pair.says_the_same(other) for _, other, _ in chosen):
+        if pair.evidence is not None and not any(pair.has_same_scores(other) for _, other, _ in chosen):
             chosen.append((name, pair, pair.evidence.p_value))
     return sorted(chosen, key=lambda item: item[2])
 
 
 def _holm(ranked: Sequence[tuple[str, Pair, float]], level: float) -> tuple[dict[str, float], dict[str, float]]:
-    """The level at which each metric is tested, and its corrected p-value; after the first that fails, all do."""
+    """Holm's level and adjusted p-value of each metric; after the first that is not significant, none is."""
     levels, adjusted = {}, {}
     largest, kept_level = 0.0, None
     for turn, (name, _, p_value) in enumerate(ranked):
@@ -252,14 +252,14 @@ def _holm(ranked: Sequence[tuple[str, Pair, float]], level: float) -> tuple[dict
 
 
 def shared_scores(a: Scores, b: Scores) -> tuple[list[list[float]], list[list[float]]]:
-    """The scores in A and in B of each example that both have scored."""
+    """The scores in A and in B of each example that is scored in both."""
     scored_a, scored_b = _scored(a, "a")[0], _scored(b, "b")[0]
     shared = [example for example in scored_a if example in scored_b]
     return [scored_a[example] for example in shared], [scored_b[example] for example in shared]
 
 
 def _scored(run: Scores, name: str) -> tuple[dict[Hashable, list[float]], int]:
-    """The examples of a run that have a score, with their scores, and how many rollouts had none."""
+    """The scores of each example that has any, and the number of rollouts without a score."""
     scored: dict[Hashable, list[float]] = {}
     failed = 0
     for example, given in run.items():

@@ -1,4 +1,4 @@
-"""Scores of several rollouts an example → the chance that one of k, or each of k, solves it."""
+"""pass@k and pass^k: the chance that one, or each, of k rollouts solves an example."""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
@@ -12,7 +12,7 @@ from verifiers.stats.shares import share_range, solved_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAtK:
-    """pass@k over examples, or pass^k where `is_all`; `left_out` names those with fewer than k scored rollouts.
+    """pass@k over examples, or pass^k if `is_all`; `left_out` are the ids of those with fewer than k scored rollouts.
 
     >>> print(PassAtK(k=4, threshold=1.0, mean=0.5, low=0.4, high=0.6, se=0.05, examples=100, left_out=(), level=0.95))
     pass@4 0.500 (95% interval 0.400 to 0.600; 100 examples)
@@ -35,7 +35,7 @@ class PassAtK:
 
     @property
     def counts(self) -> str:
-        """How many examples it is of.
+        """The number of examples, as text.
 
         >>> pass_at_k([1, 0, 1], ["a", "a", "b"], k=2).counts
         '1 of 2 examples, 1 left out with fewer than 2 scored rollouts'
@@ -62,7 +62,7 @@ def pass_at_k(
 ) -> PassAtK:
     """The chance that at least one of k rollouts scores `threshold` or more, averaged over examples.
 
-    With c right out of n, 1 - C(n-c, k)/C(n, k) estimates it without bias. None is a failed rollout and not a sample.
+    With c right out of n, the unbiased estimate is 1 - C(n-c, k)/C(n, k). None is a failed rollout, which is left out.
 
     >>> result = pass_at_k([1, 0, 0, 0, 1, 1, None], ["a", "a", "a", "b", "b", "b", "c"], k=2)
     >>> round(result.mean, 3), result.left_out
@@ -81,7 +81,7 @@ def pass_hat_k(
 ) -> PassAtK:
     """pass^k: the chance that every one of k rollouts scores `threshold` or more, averaged over examples.
 
-    With c right out of n, C(c, k)/C(n, k) estimates it without bias.
+    With c right out of n, the unbiased estimate is C(c, k)/C(n, k).
 
     >>> result = pass_hat_k([1, 0, 1, 1, 1, 1], ["a", "a", "a", "b", "b", "b"], k=2)
     >>> print(f"{result.name} {result.mean:.3f}")
@@ -100,7 +100,7 @@ def _pass_k(groups: Mapping[Hashable, list[float]], k: int, threshold: float, le
     mean = fmean(chances) if chances else None
     low = high = se = None
     if len(chances) > 1:
-        find = solved_range if k == 1 else share_range  # single rollouts are right or wrong, the chance of k is neither
+        find = solved_range if k == 1 else share_range  # a rollout is right or wrong; the estimate for k > 1 is a share
         low, high = find(chances, harmonic_mean([*map(len, enough)]) / k, level)
         se = stdev(chances) / math.sqrt(len(chances))
     return PassAtK(

@@ -1,4 +1,4 @@
-"""A wanted resolution and the spread of scores → how many examples to run."""
+"""The number of examples to run for a wanted resolution, given the spread of scores."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -9,34 +9,33 @@ from statistics import fmean, variance
 from verifiers.stats.evidence import rollout_noise
 from verifiers.stats.paired import Scores, shared_scores
 from verifiers.stats.scores import by_example, check_share
-from verifiers.stats.shares import expected_reach
+from verifiers.stats.shares import expected_half_width
 from verifiers.stats.signflip import SEEN
 from verifiers.stats.student import beta_share, sign_test, t_quantile, z_quantile
 
-_EXACT_CHANGES = 2000  # changed examples up to which the power of the exact test is summed up
+_EXACT_CHANGES = 2000  # changed examples up to which the power of the exact test is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How much scores vary: the variance of one, the part of it within an example (None if unknown), and, where scores
-    are right or wrong, their mean."""
+    """The variance of a score, its part within an example (None if unknown), and the mean of right-or-wrong scores."""
 
     total: float
     within: float | None = None
     share: float | None = None
 
     def of_mean(self, rollouts: int) -> float:
-        """The variance of an example's mean over its rollouts; only the part within an example averages out."""
+        """The variance of an example's mean over its rollouts, which reduce only the variance within an example."""
         if rollouts == 1:
             return self.total
         if self.within is None:
             raise ValueError(
                 f"rollouts_per_example={rollouts} needs within_sd, or values with clusters in which examples repeat: "
-                "repeats only average out what varies within an example"
+                "more rollouts reduce only the variance within an example"
             )
         if self.within > self.total * (1 + 1e-9):
             raise ValueError(
-                f"the variance within an example ({self.within:.4g}) is more than all of it ({self.total:.4g})"
+                f"the variance within an example ({self.within:.4g}) is larger than the total ({self.total:.4g})"
             )
         return self.total - self.within + self.within / rollouts
 
@@ -57,11 +56,11 @@ def examples_needed(
 ) -> int:
     """The number of examples for an interval of ± `resolution`, or to detect a difference that large between two runs.
 
-    Scores are right or wrong with this `mean`, or have the standard deviation `sd`, or are measured on `values` (with
-    `clusters`, repeats of an example are told apart). The spread becomes that of a paired difference with
-    `correlation`, that of two runs' scores on one example; `difference_sd` gives it directly, for one rollout of each.
-    `power` asks for the chance to detect the difference, not only for the width of its interval. `within_sd` is the
-    spread of repeats of the same example.
+    Scores are right or wrong with this `mean`, or have the standard deviation `sd`, which can also be measured on
+    `values` (`clusters` are their example ids). With `correlation`, that of two runs' scores on the same example, the
+    result is for a paired difference; `difference_sd` is the standard deviation of that difference for one rollout
+    each. With `power`, it is the number to detect the difference with this probability, not only for the width of its
+    interval. `within_sd` is the standard deviation of repeats of the same example.
 
     >>> examples_needed(0.03, sd=0.5)
     1070
@@ -71,7 +70,7 @@ def examples_needed(
     _check(resolution, rollouts_per_example, level, power)
     if [mean, sd, values, difference_sd].count(None) != 3:
         raise ValueError(
-            "give one of mean, sd, values and difference_sd: how much scores vary decides how many it takes"
+            "pass exactly one of mean, sd, values and difference_sd: the number depends on how much scores vary"
         )
     is_difference = correlation is not None or difference_sd is not None or power is not None
     spread = _measured(values, clusters) if values is not None else _given(mean, sd, difference_sd)
@@ -92,10 +91,10 @@ def examples_to_compare(
     level: float = 0.95,
     power: float | None = None,
 ) -> int:
-    """The number of examples for a difference known to ± `resolution`, or detected, measured on two runs.
+    """The number of examples to know a difference to ± `resolution`, or to detect it, given two earlier runs.
 
-    What another rollout would change is told from what another example would, where the runs have repeats; so the
-    answer is for any number of rollouts, and not only for as many as these runs had.
+    If the runs have repeats, the variance within examples is separated from that between examples, so the answer holds
+    for any `rollouts_per_example`, not only for the number that these runs had.
 
     >>> a = {i: [i % 2, 1, 0, 1] for i in range(40)}
     >>> b = {i: [i % 2, 1, 1, i % 3 > 0] for i in range(40)}
@@ -107,46 +106,46 @@ def examples_to_compare(
     changes = [fmean(after) - fmean(before) for before, after in zip(groups_a, groups_b, strict=True)]
     if len(changes) < 2:
         raise ValueError(
-            f"the two runs share {len(changes)} scored examples; it takes two or more to see how they vary"
+            f"the two runs share {len(changes)} scored examples; at least two are needed to see how they vary"
         )
     is_binary = {0.0, 1.0}.issuperset(chain(*groups_a, *groups_b))
     seen, noise = variance(changes), rollout_noise(groups_a, groups_b)
     within = None if noise is None else noise * _harmonic_size(groups_a, groups_b)
     if within is None and any(len(group) > 1 for group in (*groups_a, *groups_b)):
-        raise ValueError("some examples were run once and some several times; give runs in which each has two or more")
+        raise ValueError("some examples have one rollout and some several; pass runs in which each has two or more")
     total = seen if noise is None or within is None else max(0.0, seen - noise) + within
     if total <= 0:
         raise ValueError(
-            "the two runs differ by the same amount on every example, which does not tell how much scores vary; "
-            "say that instead (--sd S)"
+            "the two runs differ by the same amount on every example, which does not show how much scores vary; "
+            "pass the standard deviation instead (--sd S)"
         )
     spread = Spread(total, within, 0.5 if is_binary else None)
     return _for_difference(resolution, spread, rollouts_per_example, level, power)
 
 
-# --- how much scores vary -----------------------------------------------------------------------------------------
+# --- the spread of scores -----------------------------------------------------------------------------------------
 
 
 def _given(mean: float | None, sd: float | None, difference_sd: float | None) -> Spread:
     if mean is not None:
         if not 0 < mean < 1:
-            raise ValueError(f"mean={mean!r} must lie between 0 and 1: scores that are all alike do not vary")
+            raise ValueError(f"mean={mean!r} must be between 0 and 1, exclusive: equal scores do not vary")
         return Spread(mean * (1 - mean), None, mean)
     spread = sd if sd is not None else difference_sd
     if spread is None or not 0 < spread < math.inf:
         name = "sd" if sd is not None else "difference_sd"
-        raise ValueError(f"{name}={spread!r} must be a positive number; for 0/1 scores give their mean")
+        raise ValueError(f"{name}={spread!r} must be a positive number; for 0/1 scores pass their mean")
     return Spread(spread**2)
 
 
 def _measured(values: Iterable[float | None], clusters: Iterable[Hashable] | None) -> Spread:
-    """The spread of the scores of a run, by an analysis of variance where examples repeat."""
+    """The spread of the scores of a run, by an analysis of variance if examples repeat."""
     scores = list(values)
     ids = range(len(scores)) if clusters is None else clusters
     groups = [group for group in by_example(scores, ids).values() if group]
     n, examples = sum(map(len, groups)), len(groups)
     if examples < 2 or len(set(chain.from_iterable(groups))) == 1:
-        raise ValueError(f"the {n} scores of {examples} examples show no spread; give sd instead of values")
+        raise ValueError(f"the {n} scores of {examples} examples do not vary; pass sd instead of values")
     mean = fmean(map(fmean, groups))
     share = mean if {0.0, 1.0}.issuperset(chain.from_iterable(groups)) else None
     if n == examples:
@@ -159,20 +158,20 @@ def _measured(values: Iterable[float | None], clusters: Iterable[Hashable] | Non
 
 
 def _of_difference(resolution: float, spread: Spread, correlation: float | None, difference_sd: float | None) -> Spread:
-    """The same for the difference between two runs; repeats vary in both of them."""
+    """The spread of the difference between two runs; the variance within examples is that of both."""
     if (correlation is None) == (difference_sd is None):
         raise ValueError(
             "a difference between two runs needs either difference_sd, such as compare(a, b).sd, or correlation with "
-            "mean, sd or values (0 where nothing is known)"
+            "mean, sd or values (0 if it is unknown)"
         )
     within = None if spread.within is None else 2 * spread.within
     if correlation is None:
         return Spread(spread.total, within)
     most = 1.0 if spread.within is None else 1 - spread.within / spread.total
     if not -1 <= correlation < 1 or correlation > most + 1e-9:
-        raise ValueError(f"correlation={correlation!r} must lie between -1 and {most:.4g}, where repeats alone differ")
+        raise ValueError(f"correlation={correlation!r} must be between -1 and {most:.4g}, at which only repeats differ")
     other = spread.total
-    if spread.share is not None:  # the run that differs has another mean; towards the middle it varies more
+    if spread.share is not None:  # the other run has a different mean; the closer to 0.5, the larger its variance
         moved = spread.share + resolution if spread.share < 0.5 else spread.share - resolution
         other = max(other, moved * (1 - moved)) if 0 < moved < 1 else other
     total = spread.total + other - 2 * correlation * math.sqrt(spread.total * other)
@@ -183,7 +182,7 @@ def _harmonic_size(groups_a: Iterable[list[float]], groups_b: Iterable[list[floa
     return 1 / fmean(1 / len(group) for group in (*groups_a, *groups_b))
 
 
-# --- how many ------------------------------------------------------------------------------------------------------
+# --- the number of examples ----------------------------------------------------------------------------------------
 
 
 def _for_mean(resolution: float, spread: Spread, rollouts: int, level: float) -> int:
@@ -192,7 +191,7 @@ def _for_mean(resolution: float, spread: Spread, rollouts: int, level: float) ->
         ratio = math.sqrt(square) / resolution
         return _smallest(lambda n: ratio * t_quantile((1 + level) / 2, max(1.0, n - 2)) <= math.sqrt(n), ratio, level)
     share, ratio = spread.share, math.sqrt(square) / resolution
-    return _smallest(lambda n: expected_reach(share, square, n, rollouts, level) <= resolution, ratio, level)
+    return _smallest(lambda n: expected_half_width(share, square, n, rollouts, level) <= resolution, ratio, level)
 
 
 def _for_difference(resolution: float, spread: Spread, rollouts: int, level: float, power: float | None) -> int:
@@ -211,7 +210,7 @@ def _for_difference(resolution: float, spread: Spread, rollouts: int, level: flo
 
 
 def _sign_power(n: int, changed: float, difference: float, level: float) -> float:
-    """The chance that the sign test sees a difference, where a share `changed` of examples is won or lost."""
+    """The power of the sign test if a share `changed` of the examples is won or lost."""
     won = (1 + difference / changed) / 2
     middle, reach = n * changed, 6 * math.sqrt(n * changed * (1 - changed)) + 1
     found, needed = [], 0
@@ -233,7 +232,7 @@ def _binomial(n: int, m: int, share: float) -> float:
 
 
 def _smallest(is_enough: Callable[[int], bool], ratio: float, level: float) -> int:
-    """The smallest n that is enough, near where the normal approximation has it; from there on all are."""
+    """The smallest n that is enough, searched from the normal approximation; all larger n are enough too."""
     low, high = 1, max(2, math.ceil((ratio * z_quantile((1 + level) / 2)) ** 2))
     while not is_enough(high):
         low, high = high, high + max(1, high // 4)

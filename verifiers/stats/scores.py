@@ -1,18 +1,18 @@
-"""Scores as a run gives them → finite numbers grouped by example, failures left out."""
+"""Scores of a run → finite numbers grouped by example, without failed rollouts."""
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from statistics import fmean
 
 TOLERANCE = 1e-9
-"""Two scores closer than this are the same score: 0.7 + 0.2 + 0.1 is a full mark, though it is less than 1.0."""
+"""Two scores closer than this count as equal: 0.7 + 0.2 + 0.1 is a full score, although it is less than 1.0."""
 
 LEAST_STD = 1e-6
-"""Scores of a group whose deviation is below this count as equal: rounding is no signal."""
+"""If the standard deviation of a group's scores is below this, they count as equal: the rest is rounding."""
 
 _LARGEST = 1e100  # beyond it, sums of squares overflow
 _FEW = 8
-_ROUNDING = 1e-14  # relative: what sums of a few floats are off by
+_ROUNDING = 1e-14  # the relative error of sums of a few floats
 
 
 def by_example(values: Iterable[float | None], example_ids: Iterable[Hashable]) -> dict[Hashable, list[float]]:
@@ -33,7 +33,7 @@ def by_example(values: Iterable[float | None], example_ids: Iterable[Hashable]) 
 
 
 def example_means(groups: Iterable[Sequence[float]]) -> list[float]:
-    """The mean of each example that has a score: examples weigh the same, however many of their rollouts failed.
+    """The mean of each example that has a score, so that examples have the same weight even if some rollouts failed.
 
     >>> example_means([[1.0, 0.0], [], [1.0]])
     [0.5, 1.0]
@@ -42,7 +42,7 @@ def example_means(groups: Iterable[Sequence[float]]) -> list[float]:
 
 
 def centered(scores: Sequence[float]) -> list[float]:
-    """Scores less their mean; scores that differ by no more than rounding are all at it.
+    """Scores minus their mean; 0 if they differ by no more than rounding.
 
     >>> centered([1.0, 0.0]), centered([0.1 + 0.2, 0.3])
     ([0.5, -0.5], [0.0, 0.0])
@@ -54,10 +54,10 @@ def centered(scores: Sequence[float]) -> list[float]:
     return [score - mean for score in scores] if std >= LEAST_STD else [0.0] * len(scores)
 
 
-def are_alike(scores: Collection[float]) -> bool:
+def are_equal(scores: Collection[float]) -> bool:
     """Whether scores differ by no more than rounding.
 
-    >>> are_alike([0.7 + 0.2 + 0.1, 1.0]), are_alike([1e12, 1e12 + 1])
+    >>> are_equal([0.7 + 0.2 + 0.1, 1.0]), are_equal([1e12, 1e12 + 1])
     (True, False)
     """
     low, high = min(scores), max(scores)
@@ -65,7 +65,7 @@ def are_alike(scores: Collection[float]) -> bool:
 
 
 def have_few_values(scores: Sequence[float]) -> bool:
-    """Whether scores take a few values only, as weighted rights and wrongs do: a rare one may not have been seen.
+    """Whether scores take few values, like weighted sums of right or wrong: then a rare value may not have occurred.
 
     >>> have_few_values([0, 1, 1, 1]), have_few_values([0.12, 0.71, 0.33, 0.25])
     (True, False)
@@ -78,7 +78,7 @@ def have_few_values(scores: Sequence[float]) -> bool:
 
 
 def snapped(score: float) -> float:
-    """A score that misses 0 or 1 by rounding, as the 0 or 1 that it is.
+    """The score, rounded to 0 or 1 if it differs from it only by rounding.
 
     >>> snapped(0.7 + 0.2 + 0.1), snapped(0.5)
     (1.0, 0.5)
@@ -92,10 +92,10 @@ def with_failures(
     example_ids: Iterable[Hashable],
     bounds: tuple[float, float] | None = None,
 ) -> tuple[float, float] | None:
-    """The least and the largest mean that the failed rollouts (None) could have made of it; None without a score.
+    """The smallest and the largest mean if the failed rollouts (None) had been scored; None without any score.
 
-    A failed rollout is given the smallest score there can be, and the largest: `bounds`, else 0 and 1 where every
-    score lies between them, else the smallest and the largest score seen.
+    Failed rollouts get the smallest possible score, then the largest: `bounds`, else 0 and 1 if all scores are between
+    them, else the smallest and largest score seen.
 
     >>> with_failures([1, 1, None, 0], ["a", "a", "b", "b"])
     (0.5, 0.75)
@@ -117,7 +117,7 @@ def with_failures(
 
 
 def finite(score: object, name: str, position: object) -> float:
-    """The score as a float; NaN, infinity and what is no number are refused, by position.
+    """The score as a float; NaN, infinity or any other value is a ValueError that names the position.
 
     >>> finite(float("nan"), "values", 3)
     Traceback (most recent call last):
@@ -135,11 +135,11 @@ def finite(score: object, name: str, position: object) -> float:
 
 
 def check_share(value: float, name: str) -> None:
-    """Refuse a level or a power that is not a share between 0 and 1.
+    """Raise ValueError unless a level or a power is between 0 and 1.
 
     >>> check_share(95, "level")
     Traceback (most recent call last):
-    ValueError: level=95 must lie between 0 and 1; write 0.95 for 95%
+    ValueError: level=95 must be between 0 and 1; write 0.95 for 95%
     """
     if not 0 < value < 1:
-        raise ValueError(f"{name}={value!r} must lie between 0 and 1; write 0.95 for 95%")
+        raise ValueError(f"{name}={value!r} must be between 0 and 1; write 0.95 for 95%")

@@ -1,4 +1,4 @@
-"""Paired differences → the sign-flip test of their mean, and the interval that is the same test turned round."""
+"""The sign-flip test of the mean of paired differences, and the interval that inverts the test."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -9,27 +9,26 @@ from random import Random
 
 from verifiers.stats.scores import TOLERANCE
 
-SEEN = 0.75  # how much of what was seen counts as "at least as extreme"
-_MOST_EXACT = 20_000  # ways to choose that are all looked at
+SEEN = 0.75  # weight of the observed outcome in "at least as extreme"
+_MOST_EXACT = 20_000  # distinct subsets up to which all are enumerated
 _MOST_DRAWS = 10_000
-_MOST_WORK = 8_000_000  # numbers drawn: about a second
+_MOST_WORK = 8_000_000  # random numbers: about a second
 _ZEROS = bytes.maketrans(b"01", b"\0\1")
 
 
 class SignFlips:
-    """The test that differences are as likely one way as the other about a value, by flipping their signs.
+    """The sign-flip test that differences are symmetric about a value.
 
-    The mean is shown to be above a value where few of the ways to flip signs about it give as large a mean. That is so
-    where few subsets of the differences have a mean at or below the value (Hartigan's typical values), so the means of
-    subsets hold every p-value, and their quantiles are the interval: the two cannot disagree. All subsets are looked at
-    where they are few, else a seeded draw of them. The empty subset, which is the signs as they were found, counts on
-    both sides.
+    The mean is significantly above a value if few sign flips about it give as large a mean. This holds if few subsets
+    of the differences have a mean at or below the value (Hartigan's typical values). So the means of all subsets give
+    every p-value, and their quantiles give the interval: the two always agree. All subsets are enumerated if there are
+    few, else a seeded sample is drawn. The empty subset, which stands for the observed signs, counts on both sides.
 
-    Ways that give exactly the mean that was found count for three quarters: counted whole, a few rights and wrongs
-    would hardly ever show anything; counted half (mid-p), they would show it too often.
+    Flips that give exactly the observed mean count for three quarters: if they counted fully, a few right-or-wrong
+    scores would hardly ever be significant; if they counted half (mid-p), they would be too often.
 
     >>> test = SignFlips([1.0] * 5 + [0.0] * 6 + [-1.0])
-    >>> test.p_at_most(0.0)  # 1 of 64 ways gives more, 6 the same
+    >>> test.p_at_most(0.0)  # 1 of 64 flips gives a larger mean, 6 the same
     0.0859375
     """
 
@@ -50,7 +49,7 @@ class SignFlips:
         self.shares = [0.0, *accumulate(weight for _, weight in known)]
 
     def p_at_most(self, value: float) -> float:
-        """The one-sided p-value that the mean is at most this."""
+        """The one-sided p-value of the hypothesis that the mean is at most this value."""
         below = self.shares[bisect_left(self.means, value - TOLERANCE)]
         return min(1.0, below + SEEN * (self.unchanged + self._at(value)))
 
@@ -63,7 +62,7 @@ class SignFlips:
         return self.shares[end] - self.shares[start]
 
     def low(self, tail: float) -> float | None:
-        """The value below which all are rejected; None where none would be."""
+        """The value below which all means are rejected; None if none is."""
         left = tail - SEEN * self.unchanged
         if left <= 0:
             return None
@@ -78,11 +77,11 @@ class SignFlips:
         return self.means[max(place, 1) - 1]
 
 
-Atoms = list[tuple[float | None, float]]  # the mean of a subset, None for the empty one, and its share of all
+Atoms = list[tuple[float | None, float]]  # (mean of a subset, or None for the empty one; its probability)
 
 
 def _all_subsets(counts: Sequence[tuple[float, int]]) -> Atoms:
-    """Every subset, those with equally many of each value taken together."""
+    """All subsets; those with the same number of each value are merged."""
     found = [(0.0, 0, 1.0)]
     for value, count in counts:
         shares = [_binomial_share(count, chosen) for chosen in range(count + 1)]
@@ -95,7 +94,7 @@ def _all_subsets(counts: Sequence[tuple[float, int]]) -> Atoms:
 
 
 def _drawn_subsets(values: Sequence[float], counts: Counter[float], draws: int, random: Random) -> Atoms:
-    """Random subsets, each with what it leaves out; one more stands for the signs as they were found."""
+    """Random subsets, each with its complement, and one entry for the observed signs."""
     singles = [value for value in values if counts[value] == 1]
     repeated = [(value, counts[value]) for value in values if counts[value] > 1]
     whole, size_of_all = math.fsum(value * counts[value] for value in values), counts.total()

@@ -1,4 +1,4 @@
-"""Values that may be skewed → an interval of their mean: Student's t, corrected for skewness."""
+"""An interval for the mean of values that may be skewed: Student's t, corrected for skewness."""
 
 import math
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from statistics import fmean
 
 from verifiers.stats.student import t_quantile
 
-_UNSEEN = 1.25  # few values show too little of the skewness that they were drawn with
+_SKEWNESS_FACTOR = 1.25  # the skewness of a small sample underestimates that of its distribution
 
 
 def skewed_range(values: Sequence[float], level: float) -> tuple[float, float]:
-    """The interval of the mean of independent values that are not all alike.
+    """The interval for the mean of independent values that are not all equal.
 
-    The t interval reaches too little to the side of the long tail. Hall's transformation of the t statistic takes the
-    skewness out; each end is the farther one of the two. As the skewness is estimated as well as the spread, there is
-    one degree of freedom less.
+    The t interval is too short on the side of the long tail. Hall's transformation of the t statistic removes the
+    skewness; each end is the farther one of the two intervals'. There is one degree of freedom less than usual,
+    because the skewness is estimated too.
 
     >>> low, high = skewed_range([0.0, 0.1, 0.1, 0.2, 0.9], 0.95)
     >>> round(low, 3), round(high, 3)
@@ -23,18 +23,18 @@ def skewed_range(values: Sequence[float], level: float) -> tuple[float, float]:
     n, mean = len(values), fmean(values)
     square = math.fsum((value - mean) ** 2 for value in values)
     se = math.sqrt(square / (n - 1) / n)
-    reach = t_quantile((1 + level) / 2, max(1.0, n - 2))
-    low, high = -reach, reach
+    critical = t_quantile((1 + level) / 2, max(1.0, n - 2))
+    low, high = -critical, critical
     if n > 2:
         scale = math.sqrt(square / n)
         skewness = math.fsum(((value - mean) / scale) ** 3 for value in values) / n
-        bend = _UNSEEN * skewness * math.sqrt(n * (n - 1)) / (n - 2) / (3 * math.sqrt(n))
-        low, high = min(low, -_unbent(reach, bend)), max(high, -_unbent(-reach, bend))
+        a = _SKEWNESS_FACTOR * skewness * math.sqrt(n * (n - 1)) / (n - 2) / (3 * math.sqrt(n))
+        low, high = min(low, -_inverse_hall(critical, a)), max(high, -_inverse_hall(-critical, a))
     return mean + low * se, mean + high * se
 
 
-def _unbent(y: float, bend: float) -> float:
-    """The t at which Hall's t + bend·t² + bend²·t³/3 + bend/2 is y."""
-    if abs(bend) < 1e-9:
+def _inverse_hall(y: float, a: float) -> float:
+    """The t at which Hall's transformation t + a·t² + a²·t³/3 + a/2 equals y."""
+    if abs(a) < 1e-9:
         return y
-    return (math.cbrt(1 + 3 * bend * (y - bend / 2)) - 1) / bend
+    return (math.cbrt(1 + 3 * a * (y - a / 2)) - 1) / a

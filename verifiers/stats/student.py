@@ -1,4 +1,4 @@
-"""A probability → a quantile, and back: Student's t and the binomial, by the incomplete beta function."""
+"""Quantiles and tail probabilities of the normal and Student's t distributions, the sign test, incomplete beta."""
 
 import math
 from functools import lru_cache
@@ -55,9 +55,9 @@ def t_tail(t: float, df: float) -> float:
 
 
 def sign_test(won: int, lost: int, seen: float = 1.0) -> float:
-    """The exact two-sided p-value that won and lost are equally likely; McNemar's exact test is this.
+    """The exact two-sided p-value of the hypothesis that wins and losses are equally likely (McNemar's exact test).
 
-    `seen` is how much of the outcome itself counts as at least as extreme.
+    `seen` is the weight of the observed outcome in "at least as extreme".
 
     >>> round(sign_test(1, 5), 6), round(sign_test(1, 5, seen=0.5), 6)
     (0.21875, 0.125)
@@ -73,7 +73,7 @@ def sign_test(won: int, lost: int, seen: float = 1.0) -> float:
 
 
 def beta_share(x: float, y: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), y being 1 - x to full precision.
+    """The regularised incomplete beta function I_x(a, b), where y is 1 - x at full precision.
 
     >>> round(beta_share(0.5, 0.5, 2, 3), 4)  # 2 or more of 4 tosses
     0.6875

@@ -1,4 +1,4 @@
-"""The run directory: rollouts are appended, read, resumed and exported here."""
+"""The run directory: appends, reads, resumes and exports the rollouts of a run."""
 
 from verifiers.store.appender import Appender, ResultsGoneError
 from verifiers.store.export import export_parquet, to_hf_dataset, write_jsonl

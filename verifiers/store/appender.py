@@ -1,4 +1,4 @@
-"""Records → lines at the end of a file, each handed to the system at once and synced to disk soon after."""
+"""Appends records to a file as lines: each is written immediately, and synced to disk soon after."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from verifiers.store.mending import mend_last_line
 from verifiers.store.record import Record, encode
 
 SYNC_EVERY_S = 0.5
-LOOK_EVERY_S = 0.02  # whether the file is still there
+LOOK_EVERY_S = 0.02  # how often to check that the file still exists
 
 
 class ResultsGoneError(FileNotFoundError):
-    """The file that is being written was deleted, moved or replaced by another."""
+    """The file being written was deleted, moved or replaced by another."""
 
     def __init__(self, path: Path) -> None:
-        said = "this file was deleted or replaced while the run wrote to it; what was saved in it may be lost"
-        super().__init__(errno.ENOENT, said, str(path))
+        message = "this file was deleted or replaced while the run wrote to it; what was saved in it may be lost"
+        super().__init__(errno.ENOENT, message, str(path))
 
 
 class Appender:
-    """Appends records to ``results.jsonl``; made by :meth:`RunDir.appender`. Safe to use from several threads.
+    """Appends records to ``results.jsonl``; made by :meth:`RunDir.appender`. Thread-safe.
 
-    What was appended survives the death of this process (``kill -9``) at once, and of the machine once synced: at
-    most ``sync_every_s`` later, or when ``flush`` or ``close`` returns.
+    An appended record survives the death of this process (``kill -9``) immediately, and a crash of the machine once it
+    is synced: at most ``sync_every_s`` later, or when ``flush`` or ``close`` returns.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Appender:
             self._held = held.pop_all()
 
     def append(self, record: Record) -> None:
-        """Write one record now, with its checksum. An error (a full disk) is raised, and leaves no partial line."""
+        """Write one record now, with its checksum. An error (such as a full disk) leaves no partial line."""
         line = seal(encode(record))
         with self._mutex:
             self._check_usable()
@@ -88,14 +88,14 @@ class Appender:
         return self._is_closed
 
     def flush(self) -> None:
-        """Return when all that was appended is on disk."""
+        """Wait until everything appended is on disk."""
         with self._mutex:
             self._check_usable()
-        self._sync()  # even when nothing is marked unsynced: the other thread's fsync may still be under way
+        self._sync()  # even if nothing is marked unsynced: the other thread's fsync may not have finished
         self._raise_sync_error()
 
     def close(self) -> None:
-        """Sync, close the file and give the run directory back; a second call does nothing."""
+        """Sync, close the file and release the lock; a second call does nothing."""
         with self._mutex:
             if self._is_closed:
                 return
@@ -148,11 +148,11 @@ class Appender:
             self._sync()
 
     def _sync(self) -> None:
-        """Sync outside the mutex: a slow disk must not hold up whoever appends."""
+        """Sync outside the mutex: a slow disk must not delay `append`."""
         with self._mutex:
             self._is_unsynced = False
         self._is_gone = self._is_gone or not is_same_file(self._fd, self.path)
         try:
             os.fsync(self._fd)
-        except OSError as error:  # after a failed fsync the kernel may have dropped the data: never claim success
+        except OSError as error:  # permanent: after a failed fsync the kernel may have dropped the data
             self._sync_error = error

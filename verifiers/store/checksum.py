@@ -1,4 +1,4 @@
-"""A line of JSON → the same line with a checksum as its last field; a line → whether it is as it was written."""
+"""Adds a checksum to a line of JSON as its last field, and verifies it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HALF = len(_MARK) // 2
 
 
 def seal(line: bytes) -> bytes:
-    r"""A line that holds one object, with the CRC-32 of all that stands before the checksum as its last field.
+    r"""Add a last field to a line with one object: the CRC-32 of all bytes before that field.
 
     >>> seal(b'{"reward":1.0}\n')
     b'{"reward":1.0,"line_crc32":"7b32b435"}\n'
@@ -22,7 +22,7 @@ def seal(line: bytes) -> bytes:
 
 
 def is_intact(line: bytes) -> bool:
-    r"""False for a line whose checksum says otherwise; one without a checksum, of an older run, is taken as it is.
+    r"""Whether the checksum of a line is right; a line without one, from an older run, counts as intact.
 
     >>> is_intact(b'{"reward":1.0,"line_crc32":"7b32b435"}\n'), is_intact(b'{"reward":9.0,"line_crc32":"7b32b435"}\n')
     (True, False)
@@ -32,12 +32,12 @@ def is_intact(line: bytes) -> bool:
     if start < 0:
         return True
     mark = line[start : start + len(_MARK)]
-    if mark != _MARK:  # a bit may have flipped in the mark itself: half of it is enough to tell
+    if mark != _MARK:  # a bit may have flipped in the mark itself, so half of it is enough to recognise it
         return not (mark.startswith(_MARK[:_HALF]) or mark.endswith(_MARK[_HALF:]))
     return line[end - 10 : end] == b"%08x%b" % (crc32(memoryview(line)[:start]), _CLOSE)
 
 
 def is_sealed(line: bytes) -> bool:
-    """Does a line have a checksum?"""
+    """Whether a line has a checksum."""
     start = len(line) - line.endswith(b"\n") - _TAIL
     return start >= 0 and line.startswith(_MARK, start)

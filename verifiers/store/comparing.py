@@ -1,4 +1,4 @@
-"""The records of two runs → what B changed against A in each metric, and whether that can be said at all."""
+"""The records of two runs → the change from A to B in each metric, and whether the runs are comparable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("example_id", "reward", "error", "metrics", "prompt")
 
 
 def scores_of(record: Record) -> dict[str, float | None]:
-    """The reward and the metrics of a record; None where it failed, and where another program wrote no number.
+    """The reward and the metrics of a record; None if the rollout failed or the value is not a number.
 
     >>> scores_of({"reward": 1, "error": None, "metrics": {"exact": True, "said": "yes"}})
     {'reward': 1.0, 'exact': 1.0, 'said': None}
@@ -30,7 +30,7 @@ def scores_of(record: Record) -> dict[str, float | None]:
 
 
 class Side:
-    """One of two runs that are compared: its scores by metric and example, and what was asked."""
+    """One of two compared runs: its scores by metric and example, and its questions."""
 
     def __init__(self, env_id: str | None = None) -> None:
         self.env_id = env_id
@@ -60,9 +60,9 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunComparison:
-    """Two runs compared in every metric; `refusal` says why there is no verdict, where there is none to give.
+    """Two runs compared in every metric; `refusal` says why there is no verdict, or is None.
 
-    `other_questions` are examples of the same id that ask something else in the other run.
+    `other_questions` lists the ids whose examples ask different questions in the two runs.
     """
 
     metrics: dict[str, stats.Comparison]
@@ -79,7 +79,7 @@ def compare_sides(
     margin: float | None = None,
     paired: bool = True,
 ) -> RunComparison:
-    """Compare two runs; `only` names the one metric that gets a verdict, if it was chosen beforehand."""
+    """Compare two runs; `only` names the one metric to test, if it was chosen before looking at the results."""
     differing = [key for key in a.questions if key in b.questions and a.questions[key] != b.questions[key]]
     refusal = refusal_of(a, b, differing) if paired else None
     tested = () if refusal is not None else None if only is None else (only,)
@@ -88,23 +88,23 @@ def compare_sides(
 
 
 def refusal_of(a: Side, b: Side, differing: Sequence[Any]) -> str | None:
-    """Why two runs cannot be compared example by example, if they cannot.
+    """Why two runs cannot be compared example by example; None if they can.
 
     >>> refusal_of(Side("gsm8k"), Side("wordle"), [])
-    'A is a run of gsm8k and B one of wordle, and rewards of two environments do not mean the same'
+    'A is a run of gsm8k and B of wordle; rewards of different environments are not comparable'
     """
     if a.env_id and b.env_id and not is_same_environment(a.env_id, b.env_id):
-        return f"A is a run of {a.env_id} and B one of {b.env_id}, and rewards of two environments do not mean the same"
+        return f"A is a run of {a.env_id} and B of {b.env_id}; rewards of different environments are not comparable"
     if differing:
         return (
-            f"{len(differing)} of the examples that share an id ask{'s' * (len(differing) == 1)} something else in B "
-            f"(first: {differing[0]}), so that they cannot be compared one by one"
+            f"{len(differing)} of the examples with the same id ask{'s' * (len(differing) == 1)} something else in B "
+            f"(first: {differing[0]}), so they cannot be compared example by example"
         )
     return None if a.questions.keys() & b.questions.keys() else "the two runs share no example"
 
 
 def question_of(prompt: Any) -> Any:
-    """What is asked, apart from how the model was instructed: two system prompts may be compared on the same question.
+    """The prompt without its system messages: runs with different system prompts may share a question.
 
     >>> question_of([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}])
     [('user', '2+2?')]

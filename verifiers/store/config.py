@@ -1,4 +1,4 @@
-"""The configuration of a run → its fingerprint, and its differences from another one in words."""
+"""The configuration of a run → its fingerprint, and a description of its differences from another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECRET = re.compile(
     r"(api[_-]?key|secret|password|authorization|cookie|credentials?|^token|(access|api|auth|bearer|hf|session)[_-]?token)$",
     re.IGNORECASE,
 )
-_ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+")  # in the repr of a function: another one in every process
+_ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+")  # in the repr of a function; it differs between processes
 
 
 def normalise(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def normalise(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """16 hex digits that two configurations share if they are the same; None is the same as absent.
+    """16 hex digits that are equal for equal configurations; None counts as absent.
 
     >>> fingerprint({"t": 1.0, "seed": None}) == fingerprint({"t": 1})
     True
@@ -40,7 +40,7 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
 
 def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> list[str]:
-    """Each key that differs, with both values.
+    """One sentence for each key that differs, with both values.
 
     >>> differences({"sampling_args": {"temperature": 0.7}}, {"sampling_args": {"temperature": 1.0}})
     ['this run was made with sampling_args.temperature=0.7, you ask for 1.0']
@@ -54,7 +54,7 @@ def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> l
 
 
 def is_same_environment(a: Any, b: Any) -> bool:
-    """Do two ids name one environment? Runs of earlier versions have it as it was typed.
+    """Whether two ids name the same environment. Runs of earlier versions store the id as the user typed it.
 
     >>> is_same_environment("my_env", "my-env")
     True
@@ -63,7 +63,7 @@ def is_same_environment(a: Any, b: Any) -> bool:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Plain data with every text hidden whose key says that it is a secret, and every environment variable.
+    """Plain data in which texts under keys that name secrets, and all environment variables, are masked.
 
     >>> without_secrets({"extra_headers": {"X-Api-Key": "sk-1", "X-Title": "mine"}, "max_tokens": 8})
     {'extra_headers': {'X-Api-Key': '***', 'X-Title': 'mine'}, 'max_tokens': 8}
@@ -84,7 +84,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _number(value: Any) -> Any:
-    """1.0 and 1 are one number; so they are to ``==``, and so they must be to a fingerprint."""
+    """Whole floats as ints: 1.0 == 1, so both must have the same fingerprint."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Bytes → bytes that survive a crash: whole writes, atomic replacement, partial last lines cut off."""
+"""Crash-safe writes: complete writes, atomic replacement, removal of incomplete last lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 1 << 20
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it, however little the system takes at a time."""
+    """Write all of the data, repeating short writes."""
     written = os.write(fd, data)
     while written < len(data):
         taken = os.write(fd, data[written : written + (CHUNK << 6)])
@@ -25,7 +25,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that were created or renamed in a folder durable."""
+    """Make file creations and renames in a folder durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -38,21 +38,21 @@ def opened(path: Path, flags: int) -> Iterator[int]:
     fd = open_to_write(path, flags)
     try:
         yield fd
-    except OSError as error:  # writing to a number, the system knows no name
+    except OSError as error:  # an error from a file descriptor has no filename
         raise named(error, path) from error.__cause__
     finally:
         os.close(fd)
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The error, saying which file it is about."""
+    """The error, with its filename filled in."""
     if error.filename is None:
         error.filename = str(path)
     return error
 
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Put new content in the place of a file's, all at once: readers and crashes see the old or the new one."""
+    """Replace the content of a file atomically: after a crash, and for readers, it is either the old or the new."""
     new = path.with_name(path.name + ".tmp")
     try:
         with opened(new, os.O_WRONLY | os.O_TRUNC) as fd:
@@ -61,13 +61,13 @@ def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
             os.fsync(fd)
         os.replace(new, path)
     except OSError:
-        new.unlink(missing_ok=True)  # a full disk needs the room
+        new.unlink(missing_ok=True)  # free the space: the disk may be full
         raise
     sync_folder(path.parent)
 
 
 def last_line_start(fd: int) -> int:
-    """Where the unfinished last line begins, just after the last newline; the end of the file if it is finished."""
+    """The offset just after the last newline: where an incomplete last line begins, or else the end of the file."""
     size = end = os.fstat(fd).st_size
     while end > 0:
         if size - end > LONGEST_LINE:
@@ -81,14 +81,14 @@ def last_line_start(fd: int) -> int:
 
 
 def cut_partial_line(fd: int) -> None:
-    """Drop an unfinished last line; lines hold no newline of their own, so nothing else goes."""
+    """Remove an incomplete last line."""
     start = last_line_start(fd)
     if start < os.fstat(fd).st_size:
         os.ftruncate(fd, start)
 
 
 def append_missing(path: Path, lines: Iterable[bytes]) -> None:
-    """Append the lines that a file does not hold yet, durably; so a repetition after a crash adds nothing twice."""
+    """Append the lines that a file does not contain yet, durably; repeating this after a crash adds no line twice."""
     with opened(path, os.O_RDWR | os.O_APPEND) as fd:
         cut_partial_line(fd)
         with open_regular(path) as known_lines:

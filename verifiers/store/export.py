@@ -1,4 +1,4 @@
-"""Records → tables other programs read: parquet, a Hugging Face dataset, JSON lines."""
+"""Records → tables for other programs: parquet, a Hugging Face dataset, JSON lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXT_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 _MESSAGE_FIELDS = (*_TEXT_FIELDS, "tool_calls")
 _INT64 = range(-(2**63), 2**63)
 _MIXED = {frozenset(("int", "float")): "float", frozenset(("empty", "messages")): "messages"}
-# The same in every run, so that the files of several runs can be read as one table.
+# Fixed types, so that the files of several runs have the same schema and can be read as one table.
 _CORE_KINDS = {
     **dict.fromkeys(("reward", "generation_ms", "scoring_ms", "total_ms"), "float"),
     **dict.fromkeys(("info", "error", "metrics", "usage"), "json"),
@@ -35,10 +35,10 @@ _CORE_KINDS = {
 
 
 def export_parquet(source: Source, path: str | os.PathLike[str], *, include_failed: bool = False) -> int:
-    """Write a run, or any records, as one parquet file; gives the number of rows.
+    """Write a run, or any records, as one parquet file; return the number of rows.
 
-    Columns of one type keep it and messages become lists of structs. Where types vary (``info``, ``metrics``, tool
-    calls, mixed content) the column holds JSON text, and its field metadata says ``encoding: json``.
+    Columns of one type keep that type, and messages become lists of structs. Columns whose types vary (``info``,
+    ``metrics``, tool calls, mixed content) contain JSON text, and their field metadata says ``encoding: json``.
     """
     arrow, parquet = _need("pyarrow"), _need("pyarrow.parquet")
     records = _rereadable(source, include_failed)
@@ -70,7 +70,7 @@ def to_hf_dataset(source: Source, *, include_failed: bool = False) -> Any:
 
 
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> int:
-    """Write rows as JSON lines, all or nothing; gives their number."""
+    """Write rows as JSON lines, atomically; return their number."""
     count = 0
 
     def lines() -> Iterator[bytes]:
@@ -84,7 +84,7 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
 
 
 def records_of(source: Source) -> Iterable[Record]:
-    """The records of a run directory, a path, results in memory, or of records themselves."""
+    """The records of a run directory, a path or results in memory; an iterable of records is returned as it is."""
     if isinstance(source, RunDir):
         return source.records()
     if isinstance(source, (str, os.PathLike)):
@@ -93,7 +93,7 @@ def records_of(source: Source) -> Iterable[Record]:
 
 
 def _records_in(results: Results) -> Iterator[Record]:
-    """The rollouts of results as they would be saved."""
+    """The rollouts of results as the records that would be saved."""
     repeats: Counter[Any] = Counter()
     columns = results.metadata.get("state_columns") or ()
     for state in results.rollouts:
@@ -111,7 +111,7 @@ def _need(module: str) -> Any:
 
 
 def _rereadable(source: Source, include_failed: bool) -> Callable[[], Iterator[Record]]:
-    """Records to go through twice: a run is read twice and never held, other records are copied."""
+    """A function that iterates over the records, to be called twice: files are read twice, other sources copied."""
     if not isinstance(source, (RunDir, str, os.PathLike)):
         source = [msgspec.json.decode(to_json(record)) for record in records_of(source)]  # exactly as from a file
     return lambda: (record for record in records_of(source) if include_failed or not is_failed(record))
@@ -122,7 +122,7 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-# --- what type a column has -------------------------------------------------------------------------------------------
+# --- column types -----------------------------------------------------------------------------------------------------
 
 
 def _survey(records: Iterable[Record]) -> tuple[dict[str, str], list[str]]:
@@ -155,7 +155,7 @@ def _kind(value: Any) -> str:
 
 
 def _join(one: str, other: str) -> str:
-    """The kind that holds both.
+    """The kind that can represent both.
 
     >>> _join("null", "int"), _join("int", "float"), _join("text", "messages")
     ('int', 'float', 'json')
@@ -168,7 +168,7 @@ def _join(one: str, other: str) -> str:
 
 
 def _is_simple(message: Any) -> bool:
-    """Does a message fit the struct: a role, text, and perhaps tool calls?"""
+    """Whether a message fits the struct: a role, text, and optional tool calls."""
     if not isinstance(message, Mapping) or "role" not in message or not message.keys() <= set(_MESSAGE_FIELDS):
         return False
     return all(message.get(field) is None or isinstance(message[field], str) for field in _TEXT_FIELDS)

@@ -1,4 +1,4 @@
-"""A saved run → what a person says of it (tags, a note), how it stands, and its end."""
+"""Manages saved runs: tags, a note, their status, and deletion."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MOST_NOTE = 10_000  # characters
 
 
 def tag(run: RunDir, add: Iterable[str] = (), remove: Iterable[str] = ()) -> list[str]:
-    """Add and remove tags; gives those the run has now."""
+    """Add and remove tags; return the run's tags."""
     added = list(add)
     if wrong := [name for name in added if not _TAG.match(name)]:
-        raise ValueError(f"{wrong[0]!r} is no tag: one word without commas, of at most 60 characters")
+        raise ValueError(f"{wrong[0]!r} is not a tag: a tag is one word without commas, of at most 60 characters")
     with run.lock():
         before = tags_of(run.metadata)
         tags = [name for name in dict.fromkeys([*before, *added]) if name not in set(remove)]
@@ -28,20 +28,20 @@ def tag(run: RunDir, add: Iterable[str] = (), remove: Iterable[str] = ()) -> lis
 
 
 def note(run: RunDir, text: str) -> None:
-    """Write a note beside the run, in place of the one before; an empty one takes it away."""
+    """Set the note of a run; an empty text removes it."""
     if len(text) > MOST_NOTE:
-        raise ValueError(f"the note has {len(text):,} characters; {MOST_NOTE:,} are the most")
+        raise ValueError(f"the note has {len(text):,} characters; the maximum is {MOST_NOTE:,}")
     with run.lock():
         run.update_metadata({"note": text})
 
 
 def delete(run: RunDir) -> None:
-    """Delete the folder of a run that nobody is writing to, and the folder around it where that is empty then."""
+    """Delete the folder of a run that no process is writing to, and its parent folder if that is then empty."""
     if not is_run_dir(run.path) or run.path.is_symlink():
-        raise ValueError(f"{run.path} is no run directory")
+        raise ValueError(f"{run.path} is not a run directory")
     with run.lock():
         shutil.rmtree(run.path)
-    with suppress(OSError):  # other runs are in it
+    with suppress(OSError):  # it contains other runs
         run.path.parent.rmdir()
 
 
@@ -51,7 +51,7 @@ def tags_of(metadata: dict[str, Any]) -> list[str]:
 
 
 def status_of(run: RunDir, metadata: dict[str, Any]) -> str:
-    """``finished``, ``running``, or why it is neither: ``interrupted``, ``ended early``, ``not finished``."""
+    """``finished``, ``running``, or, if neither, ``interrupted``, ``ended early`` or ``not finished``."""
     if metadata.get("finished", metadata.get("num_rollouts") is not None):
         return "finished"
     if _is_being_written(run):
@@ -69,5 +69,5 @@ def _is_being_written(run: RunDir) -> bool:
             return False
     except RunInUseError:
         return True
-    except OSError:  # not ours to write to: whoever runs it is someone else
+    except OSError:  # without write permission the lock cannot be tested
         return False

@@ -1,4 +1,4 @@
-"""A folder → a folder that one process at a time may write to; the lock of a dead process frees itself."""
+"""A lock that lets one process at a time write to a folder; it is released when its process dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunInUseError(RuntimeError):
 
 
 class FolderLock:
-    """A lock on a folder, counted: taken again by the same object it is given back as many times."""
+    """A reentrant lock on a folder: it is released when it has been exited as often as entered."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ def _acquire(folder: Path) -> int | None:
 
 def _release(fd: int) -> None:
     try:
-        with suppress(OSError):  # the process may go on, and is not the writer any more
+        with suppress(OSError):  # clear the text: the process may live on, but is no longer the writer
             os.ftruncate(fd, 0)
     finally:
         os.close(fd)
@@ -74,10 +74,10 @@ def _lock(fd: int, folder: Path) -> None:
             f"{folder} is being written by {holder}; wait for it to end, stop it, or start a new run directory"
         ) from None
     if not is_locked:
-        logger.warning("%s: this file system has no locks; make sure that only one process writes there", folder)
+        logger.warning("%s: this file system does not support locks; make sure that only one process writes", folder)
 
 
-# A forked worker that outlives its parent would hold the parent's lock: children close it.
+# Children close the descriptor: otherwise a forked worker that outlives its parent would keep the parent's lock.
 _held: set[int] = set()
 _is_registered = False
 

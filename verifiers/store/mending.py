@@ -1,4 +1,4 @@
-"""A results file after a crash → one with whole lines only, one good line a rollout, and nothing lost."""
+"""A results file after a crash → a file of complete lines, one good line per rollout, without losing any data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from verifiers.store.record import Key
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts.jsonl"  # failed rollouts that were run again, and second results of the same rollout
-DAMAGED = "damaged.txt"  # what is no record: lines torn by a crash or by the disk
+DAMAGED = "damaged.txt"  # lines that are not records: cut off by a crash, or corrupted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compacted:
-    """What a results file holds after compaction, and how many lines were moved out of it."""
+    """The finished rollouts of a compacted results file, and how many lines were moved out of it."""
 
     finished: frozenset[Key]
     failed: int = 0
@@ -34,7 +34,7 @@ class Compacted:
 
 
 def mend_last_line(path: Path) -> None:
-    """Finish or cut off a last line without a newline; what is cut off is kept in ``damaged.txt``."""
+    """Repair a last line without a newline: complete it, or move it to ``damaged.txt``."""
     if not path.exists():
         return
     with opened(path, os.O_RDWR | os.O_APPEND) as fd:
@@ -47,17 +47,17 @@ def mend_last_line(path: Path) -> None:
         else:
             append_missing(path.with_name(DAMAGED), [partial + b"\n"])
             os.ftruncate(fd, start)
-            logger.warning("%s: a torn last line (%d bytes) was moved to %s", path, len(partial), DAMAGED)
+            logger.warning("%s: an incomplete last line (%d bytes) was moved to %s", path, len(partial), DAMAGED)
         os.fsync(fd)
 
 
 def compact(path: Path, *, keep_failed: bool = False) -> Compacted:
-    """Leave exactly one good line a rollout; the caller holds the lock of the folder.
+    """Leave exactly one good line per rollout; the caller must hold the lock of the folder.
 
-    A rollout that only failed has no good line, and is left with none; or with its last one, if ``keep_failed``.
+    A rollout that only failed has no good line: all its lines are removed, or all but the last if ``keep_failed``.
 
-    Lines go to the side files first, then the results file is replaced at once. A crash anywhere in between leaves
-    the old file, and doing it again gives the same end: a side file takes no line twice.
+    Lines are first appended to the side files, then the results file is replaced atomically. A crash in between leaves
+    the old file, and a second call gives the same result, because `append_missing` adds no line twice.
     """
     if not path.exists():
         return Compacted(finished=frozenset())
@@ -86,7 +86,7 @@ def compact(path: Path, *, keep_failed: bool = False) -> Compacted:
 def _report(path: Path, result: Compacted) -> None:
     if result.damaged:
         logger.warning(
-            "%s: %d damaged line(s) were moved to %s; their rollouts are run again", path, result.damaged, DAMAGED
+            "%s: %d damaged line(s) were moved to %s; their rollouts will be rerun", path, result.damaged, DAMAGED
         )
     if result.failed or result.duplicates:
         logger.info(
@@ -112,7 +112,7 @@ def _texts(file: BinaryIO, lines: Iterable[Line]) -> Iterator[bytes]:
 
 
 def _chunks(file: BinaryIO, lines: Iterable[Line]) -> Iterator[bytes]:
-    """The text of lines, neighbours read together."""
+    """The text of lines in file order; adjacent lines are read together."""
     start = end = 0
     for line in sorted(lines):
         if line.offset != end or end - start > CHUNK:

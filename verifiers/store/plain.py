@@ -1,4 +1,4 @@
-"""Any Python value → plain data that JSON can hold; a strange value costs its own meaning, never the rollout."""
+"""Any Python value → plain JSON data; a value that cannot be converted becomes text and never fails the rollout."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import msgspec
 
-MAX_DEPTH = 100  # what is nested deeper is kept as text: a reader must not run out of stack
+MAX_DEPTH = 100  # deeper values are stored as text, so that readers do not exceed their recursion limit
 _SCALARS = (str, int, float, bool, type(None))
 
 
 def plain(value: Any) -> Any:
-    """A copy of a value that holds builtins only: SDK objects, arrays, dates and sets are converted.
+    """A copy of a value that contains builtins only: SDK objects, arrays, dates and sets are converted.
 
     >>> plain({"seen": {1}, 3: b"hi", "where": {"x": complex(0, 1)}})
     {'seen': [1], '3': 'aGk=', 'where': {'x': '1j'}}
     """
     try:
         return msgspec.to_builtins(value, enc_hook=as_builtin, str_keys=True)
-    except Exception:  # foreign model_dump and __repr__ run in there
+    except Exception:  # this calls foreign code (model_dump, __repr__), which may raise anything
         return sanitise(value)
 
 
 def to_json(value: Any) -> bytes:
-    """The JSON of any value, on one line: directly where that works, piece by piece where it does not."""
+    """The JSON of any value, on one line: encoded directly if possible, otherwise value by value."""
     line = _to_json_directly(value)
     return _direct.encode(sanitise(value)) if line is None else line
 
@@ -35,12 +35,12 @@ def _to_json_directly(value: Any) -> bytes | None:
     try:
         line = _direct.encode(value)
         return None if b"\n" in line or _is_deep(line) else line
-    except Exception:  # foreign code again: the slow way works round it
+    except Exception:  # foreign code again; the caller falls back to `sanitise`
         return None
 
 
 def as_builtin(value: Any) -> Any:
-    """One object that JSON does not know, as something nearer to JSON: an SDK object, an array, a path, an error."""
+    """Convert one object that JSON does not support (an SDK object, an array, a path, an error) one step."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, float):
@@ -51,7 +51,7 @@ def as_builtin(value: Any) -> Any:
         return dict(value)
     if isinstance(value, deque):
         return list(value)
-    # Types are compared because a mock answers every method with another mock, for ever.
+    # Compare types exactly: a mock returns another mock from every method, without end.
     if hasattr(value, "model_dump") and type(dumped := value.model_dump(exclude_none=True)) is dict:
         return dumped
     if hasattr(value, "tolist") and type(listed := value.tolist()) in (list, int, float, bool, str):
@@ -60,7 +60,7 @@ def as_builtin(value: Any) -> Any:
 
 
 def describe_object(value: Any) -> str:
-    """The repr of an object, or its type where even that fails."""
+    """The repr of an object, or the name of its type if repr raises."""
     try:
         return repr(value)
     except Exception:  # foreign __repr__
@@ -68,12 +68,12 @@ def describe_object(value: Any) -> str:
 
 
 def sanitise(value: Any, _above: tuple[int, ...] = ()) -> Any:
-    """The slow way, one value at a time: surrogates, odd keys, circles and deep nests become text."""
+    """Convert value by value (slow): surrogates, keys that are not strings, cycles and deep nesting become text."""
     kind = type(value)
     if kind is str:
         return sanitise_text(value)
     if kind is int:
-        return value if value.bit_length() < 10_000 else hex(value)  # readers refuse more than 4,300 digits
+        return value if value.bit_length() < 10_000 else hex(value)  # Python's int() refuses more than 4,300 digits
     if kind in _SCALARS:
         return value
     if id(value) in _above:
@@ -82,12 +82,12 @@ def sanitise(value: Any, _above: tuple[int, ...] = ()) -> Any:
         return sanitise_text(describe_object(value))
     try:
         return _sanitise_inside(value, (*_above, id(value)))
-    except Exception:  # foreign iterators and properties, or no stack left
+    except Exception:  # foreign iterators and properties, or the recursion limit
         return sanitise_text(describe_object(value))
 
 
 def sanitise_text(text: str) -> str:
-    r"""Text that UTF-8 can hold: split surrogate pairs are joined, lone ones are written out.
+    r"""Text that UTF-8 can encode: split surrogate pairs are joined, lone surrogates are escaped.
 
     >>> sanitise_text("\ud83d\ude00 \udc80")
     '😀 \\udc80'
@@ -116,7 +116,7 @@ def _key(key: Any) -> str:
 
 
 def _is_deep(line: bytes) -> bool:
-    # Splitting looks for the next one at once, where counting looks at each byte.
+    # A cheap test first: split stops after MAX_DEPTH brackets, while count reads the whole line.
     if len(line.split(b"[", MAX_DEPTH)) + len(line.split(b"{", MAX_DEPTH)) - 2 <= MAX_DEPTH:
         return False
     return not _fits(msgspec.json.decode(line), MAX_DEPTH)

@@ -1,4 +1,4 @@
-"""A results file → lines, an index of finished rollouts, records in any order, pages."""
+"""Reads a results file: its lines, an index of its rollouts, records in any order, pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Line(NamedTuple):
-    """One line of a results file: where it is, and whose it is; a damaged one is nobody's."""
+    """One line of a results file: its position and the key of its rollout, which is None if the line is damaged."""
 
     offset: int
     length: int
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 class _Head(msgspec.Struct):
-    """The few fields an index needs; the rest of a line is checked, but not built."""
+    """The fields an index needs; the rest of a line is parsed, but no objects are built from it."""
 
     example_id: int | str
     rollout: int | None = None
@@ -45,9 +45,9 @@ class _Head(msgspec.Struct):
 
 
 def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = None) -> Iterator[Line]:
-    """Every line from an offset on, damaged ones included; a partial last line is no line yet.
+    """Every line from an offset on, including damaged ones, but without an incomplete last line.
 
-    Files of 0.1.x have no rollout column: the order of appearance, counted in ``seen``, stands in for it.
+    Files of 0.1.x have no rollout column; there, rollouts are numbered in order of appearance, counted in ``seen``.
     """
     decode = msgspec.json.Decoder(_Head).decode
     seen = Counter() if seen is None else seen
@@ -61,7 +61,7 @@ def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = No
             if not is_intact(text):
                 raise msgspec.DecodeError
             if not text.isascii() and not is_sealed(text):
-                str(text, "utf-8")  # the decoder does not look into the strings that it skips
+                str(text, "utf-8")  # the decoder does not validate the strings that it skips
             head = decode(text)
             number = head.rollout
             if number is None:
@@ -78,7 +78,7 @@ def scan(file: BinaryIO, start: int = 0, *, seen: Counter[int | str] | None = No
 
 
 def load_index(path: Path) -> dict[Key, Status]:
-    """Which rollouts of a results file are done, and how they ended; one good attempt is enough."""
+    """The status of each rollout of a results file: ``ok`` if any of its attempts succeeded."""
     index: dict[Key, Status] = {}
     if not path.exists():
         return index
@@ -111,7 +111,7 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a run directory or a ``.jsonl`` file, one at a time, in the order in which they finished.
 
-    With ``columns`` only these are decoded, which is several times quicker; one that a line lacks is None. Lines that
+    With ``columns``, only these are decoded, which is several times faster; a missing column is None. Lines that
     are `superseded` can be left out.
     """
     file = results_file(path)
@@ -121,7 +121,7 @@ def read_records(
 
 
 def superseded(lines: Iterable[Line]) -> set[int]:
-    """The offsets of lines in whose place there is another: of a rollout the last good one counts, else the last."""
+    """The offsets of lines replaced by another of the same rollout: the last good line counts, else the last."""
     best: dict[Key, Line] = {}
     worse: set[int] = set()
     for line in lines:
@@ -138,12 +138,12 @@ def superseded(lines: Iterable[Line]) -> set[int]:
 
 
 def _read(path: Path, columns: Sequence[str] | None, without_superseded: bool) -> Iterator[Record]:
-    if not path.exists():  # a run that has not finished its first rollout
+    if not path.exists():  # no rollout of the run has finished yet
         return
     decode = RecordDecoder(columns)
     damaged = offset = 0
     with open_regular(path) as file:
-        without = superseded(scan(file)) if without_superseded else ()  # of this file: another may take its place
+        without = superseded(scan(file)) if without_superseded else ()  # of the open file: its path may be replaced
         file.seek(0)
         for line in lines_of(file):
             offset += len(line)
@@ -161,14 +161,14 @@ def _read(path: Path, columns: Sequence[str] | None, without_superseded: bool) -
 
 
 class RecordDecoder:
-    """A line → a record, whole or some columns of it."""
+    """A line → a record, or some of its columns."""
 
     def __init__(self, columns: Sequence[str] | None) -> None:
         self.columns = None if columns is None else tuple(dict.fromkeys(columns))
         if self.columns is None:
             self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
             return
-        names = {f"column_{number}": name for number, name in enumerate(self.columns)}  # a metric may be called "f-1"
+        names = {f"column_{number}": name for number, name in enumerate(self.columns)}  # "f-1" is not an identifier
         struct = msgspec.defstruct("Columns", [(field, Any, None) for field in names], rename=names)
         self._decoder = msgspec.json.Decoder(struct)
 
@@ -182,9 +182,9 @@ class RecordDecoder:
 
 
 class Rows:
-    """The rollouts of a results file by number, read when asked for; ``refresh`` sees what was appended since.
+    """The rollouts of a results file by number, read from disk on request; ``refresh`` adds newly appended ones.
 
-    It holds a few numbers a rollout, so that pages of a run of 100,000 stay quick and small.
+    Only a few numbers per rollout are kept in memory, so paging through 100,000 rollouts is fast and needs little.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -209,26 +209,26 @@ class Rows:
         line = os.pread(self._file.fileno(), self._lengths[number], self._offsets[number])
         try:
             return self._decode(line)
-        except UNREADABLE as error:  # the index reads less of a line than this
+        except UNREADABLE as error:  # `scan` decodes less of a line than this
             example_id, rollout = self.keys[number]
             return {"example_id": example_id, "rollout": rollout, "reward": None, "error": describe(error)}
 
     def superseded(self) -> set[int]:
-        """The numbers of rows in whose place there is another."""
-        told = enumerate(zip(self.keys, self.failed, strict=True))
-        return superseded(Line(number, 0, key, bool(has_failed)) for number, (key, has_failed) in told)
+        """The numbers of rows that are superseded."""
+        rows = enumerate(zip(self.keys, self.failed, strict=True))
+        return superseded(Line(number, 0, key, bool(has_failed)) for number, (key, has_failed) in rows)
 
     def page(self, start: int, n: int, *, order: Sequence[int] | None = None) -> list[Record]:
-        """Up to ``n`` records from number ``start`` on, of the file or of an order of one's own."""
+        """Up to ``n`` records from position ``start`` on, in file order or in the given ``order`` of row numbers."""
         numbers = range(len(self)) if order is None else order
         return [self[number] for number in numbers[start : start + n]]
 
     def sorted_order(self) -> list[int]:
-        """The numbers of the rows by example, then rollout; ids that are numbers come before ids that are words."""
+        """The numbers of the rows by example, then rollout; int ids come before string ids."""
         return sorted(range(len(self)), key=lambda number: _sort_key(self.keys[number]))
 
     def refresh(self) -> int:
-        """Read what was appended, or everything if the file was replaced; gives the number of rows now."""
+        """Read what was appended, or everything if the file was replaced; return the number of rows."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:

@@ -37,7 +37,7 @@ CORE_COLUMNS = (
 
 
 def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collection[str] = ()) -> Record:
-    """One rollout as plain data: the core columns, the named state columns, and each metric at the top level too.
+    """One rollout as plain data: the core columns, the given state columns, and each metric as a column too.
 
     >>> record = to_record({"example_id": 3, "reward": 1.0, "metrics": {"exact": 1.0}}, rollout=0)
     >>> record["example_id"], record["reward"], record["exact"], record["error"]
@@ -70,7 +70,7 @@ def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collecti
     if settings := template_settings(state):
         record["chat_template_kwargs"] = settings
     if replies := _mapping(state.get("judge_response")):
-        record["judge_response"] = replies  # what was asked of a judge → its reply: the reason behind a reward
+        record["judge_response"] = replies  # {judge prompt: judge reply}, which explains the reward
     for column in state_columns:
         if column not in record:
             record[column] = _kept_of(column, state.get(column))
@@ -81,7 +81,7 @@ def to_record(state: Mapping[str, Any], *, rollout: int, state_columns: Collecti
 
 
 def encode(record: Record) -> bytes:
-    r"""One line of ``results.jsonl``, newline included; never raises because of what a record holds.
+    r"""One line of ``results.jsonl``, newline included; does not raise, whatever the record contains.
 
     >>> encode({"reward": float("nan"), "text": "two\nlines"})
     b'{"reward":null,"text":"two\\nlines"}\n'
@@ -90,7 +90,7 @@ def encode(record: Record) -> bytes:
 
 
 def is_failed(record: Record) -> bool:
-    """Did something other than the policy break this rollout? Then it has no reward, and is run again on resume.
+    """Whether a rollout failed for a reason other than the policy; then it has no reward, and resume reruns it.
 
     >>> is_failed({"error": None}), is_failed({"error": {"type": "JudgeError", "blame": "grader"}})
     (False, True)
@@ -99,7 +99,7 @@ def is_failed(record: Record) -> bool:
 
 
 def is_usable(reward: Any) -> bool:
-    """Can this be averaged? Runs of earlier versions may hold what cannot.
+    """Whether a reward can be averaged. Runs of earlier versions may contain values that cannot.
 
     >>> is_usable(0.5), is_usable(None), is_usable(1e101), is_usable("1.0")
     (True, True, False, False)
@@ -110,7 +110,7 @@ def is_usable(reward: Any) -> bool:
 
 
 def example_key(example_id: Any) -> int | str:
-    """The form in which an example id is stored and compared: an int or a string.
+    """An example id as it is stored and compared: an int or a string.
 
     >>> example_key(7), example_key("a-7"), example_key((1, 2))
     (7, 'a-7', '[1,2]')
@@ -142,7 +142,7 @@ def _error_of(error: Any) -> dict[str, Any] | None:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """A hook may have written anything into the state; only a mapping is read as one."""
+    """The value if it is a mapping, else an empty one: a hook may have written anything into the state."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -157,7 +157,7 @@ def _usage_of(usage: Any) -> dict[str, Any] | None:
 
 
 def read_usage(saved: Any) -> Usage | None:
-    """Tokens as they were saved; None where a file without checksums holds something else by now."""
+    """The saved token usage; None if it is missing or was edited into something invalid."""
     if not saved:
         return None
     try:
@@ -173,7 +173,7 @@ def _kept_of(column: str, value: Any) -> Any:
 
 
 def _without_responses(trajectory: Any) -> Any:
-    """The steps without the endpoint's raw reply: what matters of it is in the messages and the tokens."""
+    """The steps without the endpoint's raw response: its messages and tokens are stored separately."""
     if not isinstance(trajectory, (list, tuple)):
         return trajectory
     return [

@@ -1,4 +1,4 @@
-"""A folder of one run: its configuration, its rollouts so far, and what may be appended to it."""
+"""The folder of one run: creates and opens it, reads and changes its metadata, appends and reads its rollouts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from verifiers.store.record import Key, Record, is_failed, read_usage
 from verifiers.types import Usage
 
 DEFAULT_ROOT = Path("outputs/evals")
-DEPTH = 3  # folders below a root in which runs are looked for
+DEPTH = 3  # levels of folders below a root that are searched for runs
 FORMAT = 1
 MOST_METADATA = 64 << 20  # bytes
-_MAX_NAME_BYTES = 200  # file systems take 255
-# Readers of 0.1.x look for these beside, not inside, the configuration.
+_MAX_NAME_BYTES = 200  # file systems allow 255
+# Readers of 0.1.x expect these at the top level of the metadata, not inside "config".
 _CLASSIC_KEYS = ("env_args", "base_url", "num_examples", "rollouts_per_example", "sampling_args", "state_columns")
 
 
 class RunDir:
-    """One run on disk; ``create`` makes a new one, ``open`` takes one that exists. Neither writes rollouts yet."""
+    """One run on disk: ``create`` makes a new one, ``open`` opens an existing one, ``appender`` writes rollouts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,13 +66,13 @@ class RunDir:
 
     @classmethod
     def create_at(cls, path: str | os.PathLike[str], *, env_id: str, model: str, config: Mapping[str, Any]) -> RunDir:
-        """Make a run directory at this very path, which must not exist or be empty (it may be a mount point)."""
+        """Make a run directory at exactly this path, which must not exist or be empty (it may be a mount point)."""
         path = Path(path)
         run, is_new = cls(path), not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        run._check_empty()  # before anything is written to a folder that may be somebody's own
+        run._check_empty()  # before the lock file is written: the folder may contain a user's own files
         try:
-            with run.lock():  # of two processes that find it empty, one makes the run
+            with run.lock():  # two processes may both have found it empty
                 run._check_empty()
                 run._write_first(env_id, model, config)
             sync_folder(path.parent)
@@ -83,7 +83,7 @@ class RunDir:
         return run
 
     def _check_empty(self) -> None:
-        # What may be there: leavings of a process that was killed while it made this folder, or of a new file system.
+        # These may be left by a process that was killed while it made this folder, or by a new file system.
         if not {item.name for item in self.path.iterdir()} <= {".lock", f"{METADATA}.tmp", "lost+found"}:
             raise FileExistsError(f"{self.path} exists; resume it with RunDir.open, or choose another run id")
 
@@ -105,7 +105,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDir:
-        """Take an existing run directory (or the path of its ``results.jsonl``)."""
+        """Open an existing run directory, given its path or that of its ``results.jsonl``."""
         folder = Path(path)
         if folder.name == RESULTS:
             folder = folder.parent
@@ -113,11 +113,11 @@ class RunDir:
             raise FileNotFoundError(f"{folder} is not a run directory: it has neither {METADATA} nor {RESULTS}")
         return cls(folder)
 
-    # --- what the run is ----------------------------------------------------------------------------------------
+    # --- metadata -----------------------------------------------------------------------------------------------
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What ``metadata.json`` says now; empty if there is none."""
+        """The current content of ``metadata.json``; empty if there is no such file."""
         try:
             text = read_regular(self.metadata_path, most=MOST_METADATA)
             metadata: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
@@ -128,27 +128,27 @@ class RunDir:
         return metadata
 
     def update_metadata(self, changes: Mapping[str, Any]) -> None:
-        """Change keys of ``metadata.json``, atomically and durably."""
+        """Set keys of ``metadata.json``, atomically and durably."""
         replace_file(self.metadata_path, [to_json({**self.metadata, **normalise(changes)}) + b"\n"])
 
     def check_same(self, config: Mapping[str, Any], *, unless_unknown: Collection[str] = ()) -> None:
         """Raise ValueError, naming each difference, unless the run was made with this configuration.
 
-        Keys ``unless_unknown`` are compared only where the run says what they were.
+        Keys in ``unless_unknown`` are compared only if the run has recorded them.
         """
         made_with = self.metadata.get("config")
         if not isinstance(made_with, dict):
-            raise ValueError(f"{self.metadata_path} does not say how this run was made; start a new run directory")
+            raise ValueError(f"{self.metadata_path} does not contain the run's config; use a new run directory")
         config = {key: value for key, value in config.items() if key in made_with or key not in unless_unknown}
         if is_same_environment(made_with.get("env_id"), config.get("env_id")):
             made_with = {**made_with, "env_id": config.get("env_id")}
         if found := differences(made_with, config):
-            raise ValueError(f"{'; '.join(found)}; use the same or start a new run directory ({self.path})")
+            raise ValueError(f"{'; '.join(found)}; use the same settings or a new run directory ({self.path})")
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def lock(self) -> FolderLock:
-        """``with run.lock():`` keeps every other writer out; counted, so it may be held around what locks by itself."""
+        """``with run.lock():`` excludes all other writers; it is reentrant, so the body may call methods that lock."""
         return self._lock
 
     def appender(self, *, sync_every_s: float = SYNC_EVERY_S) -> Appender:
@@ -158,16 +158,16 @@ class RunDir:
         return self._appender
 
     def compact(self, *, keep_failed: bool = False) -> Compacted:
-        """Prepare to resume: move failed, repeated and damaged lines to the side files; say what is finished.
+        """Prepare to resume: move failed, repeated and damaged lines to the side files; return the finished rollouts.
 
-        At the end of a run rollouts that failed stay where reports look for them: ``keep_failed=True``.
+        At the end of a run, ``keep_failed=True`` leaves failed rollouts in the file, where reports look for them.
         """
         self._check_not_appending()
         with self._lock:
             return compact(self.results_path, keep_failed=keep_failed)
 
     def retried_usage(self) -> Usage:
-        """What failed rollouts took that were run again since."""
+        """The usage of failed rollouts that were rerun."""
         if not self.attempts_path.is_file():
             return Usage()
         attempts = read_records(self.attempts_path, ("error", "reward", "usage"))
@@ -180,7 +180,7 @@ class RunDir:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def load_index(self) -> dict[Key, Status]:
-        """``(example_id, rollout)`` → ``"ok"`` or ``"failed"``, of every rollout in the file."""
+        """``(example_id, rollout)`` → ``"ok"`` or ``"failed"``, for every rollout in the file."""
         return load_index(self.results_path)
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
@@ -189,15 +189,15 @@ class RunDir:
 
     def sorted_records(self) -> Iterator[Record]:
         """The records by example, then rollout, one at a time."""
-        may_have = self._may_have_superseded  # asked first: a run that ends meanwhile has another file by then
+        may_have = self._may_have_superseded  # before opening the file: a run that ends meanwhile replaces it
         rows = Rows(self.results_path)
         without = rows.superseded() if may_have else set[int]()
         return (rows[number] for number in rows.sorted_order() if number not in without)
 
     @property
     def _may_have_superseded(self) -> bool:
-        """May there be lines that do not count? While an evaluation is resumed, saved rollouts may be there a second
-        time, scored again with their group."""
+        """Whether there may be superseded lines. While an evaluation is resumed, the file may contain a saved rollout
+        a second time, scored again with its group."""
         try:
             metadata = self.metadata
         except (ValueError, OSError):
@@ -207,7 +207,7 @@ class RunDir:
         return is_evaluation and metadata.get("finished") is False and self.results_path.exists()
 
     def rows(self) -> Rows:
-        """The rollouts by number; the same object each time, brought up to date."""
+        """The rollouts by number: always the same object, refreshed."""
         if self._rows is None:
             self._rows = Rows(self.results_path)
         else:
@@ -215,23 +215,26 @@ class RunDir:
         return self._rows
 
     def page(self, start: int, n: int) -> list[Record]:
-        """Up to ``n`` records from number ``start`` on, in file order; sees what was appended a moment ago."""
+        """Up to ``n`` records from number ``start`` on, in file order, including those just appended."""
         return self.rows().page(start, n)
 
 
 def is_run_dir(path: str | os.PathLike[str]) -> bool:
-    """Does a folder hold a run, if only a part of one?"""
+    """Whether a folder contains a run, or at least a part of one."""
     return (Path(path) / METADATA).is_file() or (Path(path) / RESULTS).is_file()
 
 
 def list_runs(*roots: str | os.PathLike[str]) -> list[RunDir]:
-    """The runs under some roots, newest first: by the date they were made, which a tag or a note does not change."""
+    """The runs under some roots, newest first by date of creation, which tags and notes do not change."""
     found = [RunDir(path) for root in roots or (DEFAULT_ROOT,) for path in runs_under(Path(root))]
     return sorted(found, key=_age, reverse=True)
 
 
 def runs_under(root: Path, depth: int = DEPTH) -> list[Path]:
-    """The runs in a folder: ``vf eval`` makes ``env--model/id``, ``output_dir=`` any place; nothing is in a run."""
+    """The runs in a folder, up to ``depth`` levels down: ``vf eval`` makes ``env--model/id``, ``output_dir=`` any path.
+
+    Run directories themselves are not searched.
+    """
     if is_run_dir(root):
         return [root]
     if depth == 0:
@@ -239,7 +242,7 @@ def runs_under(root: Path, depth: int = DEPTH) -> list[Path]:
     try:
         with os.scandir(root) as found:
             folders = [Path(item.path) for item in found if item.is_dir() and not item.name.startswith(".")]
-    except OSError:  # a folder that may not be read, or that went away
+    except OSError:  # not readable, or deleted meanwhile
         return []
     return [path for folder in folders for path in runs_under(folder, depth - 1)]
 
@@ -248,13 +251,13 @@ def _age(run: RunDir) -> tuple[float, float, str]:
     try:
         changed_at = run.path.stat().st_mtime
         made_at = date_of(run.metadata)
-    except (OSError, ValueError):  # went away, or damaged
+    except (OSError, ValueError):  # deleted meanwhile, or damaged
         changed_at, made_at = 0.0, None
     return changed_at if made_at is None else made_at, changed_at, str(run.path)
 
 
 def date_of(metadata: Mapping[str, Any]) -> float | None:
-    """When a run says it was made, in seconds.
+    """When a run was created, according to its metadata, in seconds since the epoch.
 
     >>> date_of({"date": "1970-01-01T00:01:00+00:00"}), date_of({"date": 7})
     (60.0, None)
@@ -276,7 +279,7 @@ def find_run(
 
 
 def safe_name(text: str) -> str:
-    """A name that is one component of a path, whatever it is made from.
+    """Turn any text into a single path component.
 
     >>> safe_name("gsm8k--org/model"), safe_name("../../etc")
     ('gsm8k--org--model', '_--..--etc')
@@ -293,13 +296,13 @@ def safe_name(text: str) -> str:
 def _fingerprint_of(run: RunDir) -> str | None:
     try:
         found = run.metadata.get("config_fingerprint")
-    except (ValueError, OSError):  # damaged, or no file: nobody's match
+    except (ValueError, OSError):  # damaged or unreadable: matches no configuration
         return None
     return found if isinstance(found, str) else None
 
 
 def _version() -> str | None:
-    import importlib.metadata  # 16 ms, which a reader need not pay
+    import importlib.metadata  # imported here because it takes 16 ms
 
     try:
         return importlib.metadata.version("verifiers")

@@ -1,4 +1,4 @@
-"""A results file → columns of figures in memory, and each record when it is asked for: replies stay on disk."""
+"""A results file → columns of numbers in memory; whole records, with their completions, are read on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verifiers.types import Usage
 TIMES = ("generation_ms", "scoring_ms", "total_ms")
 AT_ONCE = 4096  # rollouts
 NAN = math.nan
-MOST_METRICS = 256  # columns; a file with a new name in every line must not fill the memory
+MOST_METRICS = 256  # columns: a limit on memory if every line of a file has a new name
 T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -33,11 +33,11 @@ class _Tokens(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     cost_usd: float | None = None
 
 
-_NONE = _Tokens(prompt_tokens=-1)  # of a rollout that does not say
+_NONE = _Tokens(prompt_tokens=-1)  # for a rollout without usage
 
 
 class _Figures(msgspec.Struct, gc=False):
-    """What columns hold of a line; a line that holds something else in these places does not fit into them."""
+    """The fields of a line that columns store; a line with other types in these fields is kept as a whole record."""
 
     example_id: int | str
     rollout: int
@@ -54,7 +54,7 @@ class _Figures(msgspec.Struct, gc=False):
 
 
 class SavedRollouts:
-    """The rollouts of a results file by number: about a hundred bytes each, whatever was said in them."""
+    """The rollouts of a results file by number, at about a hundred bytes each, however long their texts are."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
@@ -63,7 +63,7 @@ class SavedRollouts:
         self._offsets, self._lengths = array("Q"), array("Q")
         self._texts: _Repeated[str | None] = _Repeated()
         self._rewards, self._times = array("d"), {name: array("d") for name in TIMES}
-        self.advantages = array("d")  # not of the file: whoever holds the whole group writes them here
+        self.advantages = array("d")  # not in the file: the caller, who knows the whole group, fills them in
         self._tasks, self._stops, self._truncated = array("I"), array("I"), bytearray()
         self._metrics: dict[str, array[float]] = {}
         self._metric_names: _Repeated[tuple[str, ...]] = _Repeated()
@@ -74,9 +74,9 @@ class SavedRollouts:
         return len(self._offsets)
 
     def read(self, wanted: Container[Key]) -> Iterator[tuple[Key, int | Record]]:
-        """Each wanted rollout with its number or, where it does not fit into columns, with its whole record.
+        """Each wanted rollout with its number or, if it does not fit into columns, its whole record.
 
-        Checksums were looked at when it was found out which rollouts are wanted, and are again when one is loaded.
+        Checksums are not verified here: `wanted` comes from an index that did so, and `record` does so again.
         """
         batch: list[tuple[int, int, _Figures]] = []
         for offset, line, figures in self._lines():
@@ -115,7 +115,7 @@ class SavedRollouts:
         return False
 
     def _take(self, batch: list[tuple[int, int, _Figures]]) -> Iterator[tuple[Key, int]]:
-        """Column by column: much quicker than row by row."""
+        """Append a batch column by column, which is much faster than row by row."""
         first = len(self)
         self._offsets.extend([offset for offset, _, _ in batch])
         self._lengths.extend([length for _, length, _ in batch])
@@ -176,15 +176,15 @@ class SavedRollouts:
         return value if value == value and is_usable(value) else None
 
     def record(self, number: int) -> Record:
-        """All of it, from disk."""
+        """The whole record, read from disk."""
         line = os.pread(self._file.fileno(), self._lengths[number], self._offsets[number])
         if not is_intact(line):
-            raise ValueError(f"{self._file.name} was damaged while it was read: a rollout in it is not as it was saved")
+            raise ValueError(f"{self._file.name} was changed while it was read: the checksum of a rollout is wrong")
         return self._decode(line)
 
 
 class _Repeated(Generic[T]):
-    """Values that repeat, each kept once and known by its number."""
+    """Stores each of many repeating values once, and refers to it by number."""
 
     def __init__(self) -> None:
         self.values: list[T] = []

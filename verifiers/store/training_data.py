@@ -1,4 +1,4 @@
-"""Records → examples to imitate (SFT) and pairs to prefer (DPO); failed rollouts are never among them."""
+"""Records → rows for SFT and preference pairs for DPO; failed rollouts are left out."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _REMEDY = 'add them to each row as "tools"'
 def to_sft(
     source: Source, *, min_reward: float | None = None, top_k_per_example: int | None = None
 ) -> list[dict[str, Any]]:
-    """Conversations worth imitating: ``messages`` for chat, ``prompt`` and ``completion`` for text.
+    """Rows for supervised fine-tuning: ``messages`` for chat, ``prompt`` and ``completion`` for text.
 
-    With tools, ``tools`` are those that were on offer, and calls have their arguments as objects: what the chat
-    templates of other trainers (TRL) take.
+    With tools, ``tools`` lists those available to the model, and calls have their arguments as objects, as the chat
+    templates of other trainers (TRL) expect.
 
     >>> rollout = {"example_id": 0, "prompt": "2+2=", "completion": "4", "reward": 1.0, "error": None}
     >>> to_sft([rollout, {**rollout, "completion": "5", "reward": 0.0}], min_reward=0.5)
@@ -39,9 +39,9 @@ def to_sft(
 
 
 def to_dpo(source: Source, *, min_margin: float = 0.0, max_pairs_per_example: int | None = 1) -> list[dict[str, Any]]:
-    """Pairs of rollouts of one prompt, the better ``chosen`` and the worse ``rejected``, widest margin first.
+    """Pairs of rollouts of one prompt, the better as ``chosen`` and the worse as ``rejected``, widest margin first.
 
-    Tools and their calls are written as `to_sft` does.
+    Tools and their calls have the same form as in `to_sft`.
 
     >>> rollout = {"example_id": 0, "prompt": "2+2=", "completion": "4", "reward": 1.0, "error": None}
     >>> pair = to_dpo([rollout, {**rollout, "completion": "5", "reward": 0.0}])[0]
@@ -49,7 +49,7 @@ def to_dpo(source: Source, *, min_margin: float = 0.0, max_pairs_per_example: in
     ('2+2=', '4', '5')
     """
     if min_margin < 0:
-        raise ValueError(f"min_margin is {min_margin}; the chosen rollout must be the better one")
+        raise ValueError(f"min_margin is {min_margin}; it must be at least 0: the chosen rollout is the better one")
     scored = [record for record in _usable(source) if record.get("reward") is not None]
     note_missing_tools(scored, _REMEDY)
     return [
@@ -60,7 +60,7 @@ def to_dpo(source: Source, *, min_margin: float = 0.0, max_pairs_per_example: in
 
 
 def _usable(source: Source) -> Iterator[Record]:
-    """Rollouts that ended in a completion, whatever their score."""
+    """Rollouts that did not fail and have a completion, whatever their score."""
     return (record for record in records_of(source) if not is_failed(record) and record.get("completion"))
 
 
@@ -70,7 +70,7 @@ def _reward(record: Record) -> float:
 
 
 def _groups(records: Iterable[Record]) -> Iterable[list[Record]]:
-    """Rollouts of the same example with the same prompt: records of several runs may be mixed."""
+    """Rollouts grouped by example and prompt: the records may be from several runs."""
     groups: dict[bytes, list[Record]] = {}
     for record in records:
         key = to_json([record.get("task"), record.get("example_id"), record.get("prompt")])
@@ -85,7 +85,7 @@ def _pairs(group: list[Record], min_margin: float) -> list[tuple[Record, Record]
         for better, worse in itertools.combinations(ranked, 2)
         if _margin(better, worse) > 0
         and _margin(better, worse) >= min_margin
-        and better["completion"] != worse["completion"]  # the same reply with two scores teaches nothing
+        and better["completion"] != worse["completion"]  # the same completion with two scores is no preference
     ]
     return sorted(pairs, key=lambda pair: _margin(*pair), reverse=True)
 
@@ -138,18 +138,18 @@ def _messages(record: Record, column: str, *, role: str) -> list[dict[str, Any]]
 
 
 def _written_with(record: Record) -> dict[str, Any]:
-    """The tools that were on offer, and the variables that the template was given; TRL has the same names."""
+    """The available tools, and the variables passed to the chat template, under the names that TRL uses."""
     tools, settings = tools_of(record), template_settings(record)
     return {**({"tools": tools} if tools else {}), **({"chat_template_kwargs": settings} if settings else {})}
 
 
 def note_missing_tools(records: Iterable[Mapping[str, Any]], remedy: str) -> None:
-    """Warn where rollouts call tools and nothing says which there were: runs saved before tools were."""
+    """Warn if rollouts call tools but do not say which were available, as in runs saved by older versions."""
     count = sum(_calls_tools(record) and tools_of(record) is None for record in records)
     if count:
         warnings.warn(
-            f"{count} rollouts call tools and do not say which tools were on offer (they were saved by an older "
-            f"version, or elsewhere): they are written without; {remedy}",
+            f"{count} rollouts call tools but do not say which tools were available (they were saved by an older "
+            f"version, or by another program): they are written without tools; {remedy}",
             stacklevel=3,
         )
 

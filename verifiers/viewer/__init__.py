@@ -1,4 +1,4 @@
-"""Pages over run directories, read-only: served on this machine, or written into one file."""
+"""A read-only viewer for run directories: web pages served on this machine, or exported as one file."""
 
 from verifiers.viewer.export import export_html
 from verifiers.viewer.inline import InlineView, show

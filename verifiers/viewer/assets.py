@@ -1,4 +1,4 @@
-"""The files of the pages: what the server sends, and the same as one script for a file of its own."""
+"""The static files of the pages: as the server sends them, and as one script for an exported file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# A module comes after those it imports from.
+# Each module comes after those that it imports.
 MODULES = (
     "dom.js",
     "format.js",
@@ -41,12 +41,12 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|let|class)\b)", f
 
 
 def load() -> dict[str, tuple[bytes, str]]:
-    """Every file by name, with its content type."""
+    """All files by name, with their content types."""
     return {path.name: (path.read_bytes(), KINDS[path.suffix]) for path in FOLDER.iterdir() if path.suffix in KINDS}
 
 
 def one_script() -> str:
-    """All modules as one: without imports and exports they share a scope, and their names are all different."""
+    """All modules as one script without imports and exports; they share a scope, so their names must be distinct."""
     parts = [f"// {name}\n{(FOLDER / name).read_text(encoding='utf-8')}" for name in MODULES]
     return _EXPORT.sub("", _IMPORT.sub("", "\n".join(parts)))
 

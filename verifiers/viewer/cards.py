@@ -1,4 +1,4 @@
-"""A run → its line in the list: what it is, how it stands, how it went with how sure that is, how long it took."""
+"""The data for a run's line in the list: names, status, reward with its interval, duration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from verifiers.viewer.numbers import as_number, known
 SPARKLINE = 60  # points of a training in the list of runs
 MAX_TAGS = 12
 MAX_AGGREGATES = 50
-MAX_KEPT = 4096  # runs whose figures are remembered
+MAX_KEPT = 4096  # runs whose summaries are cached
 
 
 class Summaries:
-    """Reward figures of runs that were read once; a run that has changed since is none of them."""
+    """A cache of the rewards of runs that were read; entries of runs that have changed since are not used."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
@@ -30,7 +30,7 @@ class Summaries:
         return found if stamp == run.stamp() else None
 
     def keep(self, run: Run) -> None:
-        """What the index has read, if that is all of the file."""
+        """Store the summary of a run if its index has read the whole file."""
         if run.index.share_read < 1.0 or not len(run.index):
             return
         self._kept[run.id] = run.stamp(), summary_of(run.index)
@@ -53,7 +53,7 @@ def summary_of(index: RolloutIndex) -> dict[str, Any]:
 
 
 def run_card(run: Run, summary: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A run in the list of runs: what its metadata says, completed by what has been read of its rollouts."""
+    """A run in the list: its metadata, completed with what has been read of its rollouts."""
     metadata, problem = run.read_metadata()
     index = run.index
     if summary is None and len(index) and index.share_read == 1.0:
@@ -88,10 +88,10 @@ def run_card(run: Run, summary: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def safe_card(run: Run, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The card that is made of any folder: one that breaks the reader is a line that says so, and costs no other."""
+    """The card of a folder with any content: if reading it raises, a card with the error, so that the list is shown."""
     try:
         return make()
-    except Exception as error:  # a folder may hold anything, and a list must be shown
+    except Exception as error:  # a folder may contain anything
         return {
             **_names(run, {}),
             **dict.fromkeys(("changed", "rollouts", "failed", "reward", "low", "high", "duration_ms")),
@@ -149,7 +149,7 @@ def _status(card: dict[str, Any]) -> str:
 
 
 def _time_since(date: str, changed_at: float) -> float | None:
-    """From when a run says it began to its last line: what a run that has not ended took so far."""
+    """The duration of an unfinished run in ms: from the start in its metadata to its last change."""
     try:
         began = datetime.fromisoformat(date).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -162,7 +162,7 @@ def _tags(value: Any) -> list[str]:
 
 
 def _aggregates(found: Any) -> list[dict[str, Any]]:
-    """Aggregate metrics as the run saved them: the functions behind them are the environment's, and not run here."""
+    """The saved aggregate metrics; they are not recomputed, because that would run the environment's code."""
     named = [(name, one) for name, one in found.items() if isinstance(one, dict)] if isinstance(found, dict) else []
     return [
         {

@@ -1,4 +1,4 @@
-"""Evaluations → their examples side by side: what was won, what was lost, by how much, and what can be said of it."""
+"""Compares evaluations example by example: examples won and lost, differences, and verdicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifiers.viewer.library import Run
 from verifiers.viewer.numbers import known
 
 VERDICTS = ("won", "lost", "tied", "only in A", "only in B", "without a score")
-TRAINING = "a training's rollouts are of another policy at each step; their curves are laid over one another instead"
+TRAINING = "a training samples from a different policy at each step, so runs of trainings are compared by their curves"
 _KEPT_FIGURES = (
     "mean_a", "mean_b", "difference", "low", "high", "level", "p_value", "adjusted_p", "metrics", "verdict", "test",
     "examples", "failed_a", "failed_b",
@@ -30,7 +30,7 @@ class _Asked(msgspec.Struct):
 
 
 def compare(a: Run, b: Run, metric: str = "reward") -> dict[str, Any]:
-    """The comparison that ``vf compare`` makes, and one row an example, the largest change first; all is B - A."""
+    """The comparison of ``vf compare``, with one row per example, largest change first; differences are B - A."""
     side_a, side_b = side_of(a), side_of(b)
     if a.is_training or b.is_training:
         raise ValueError(TRAINING)
@@ -60,7 +60,7 @@ def compare(a: Run, b: Run, metric: str = "reward") -> dict[str, Any]:
 
 
 def compare_many(runs: Sequence[Run], metric: str = "reward") -> dict[str, Any]:
-    """Every run against the first in one metric, with a correction for how many are compared with it at once."""
+    """Every run compared with the first in one metric, with Holm's correction over the comparisons."""
     if any(run.is_training for run in runs):
         raise ValueError(TRAINING)
     sides = [side_of(run) for run in runs]
@@ -92,7 +92,7 @@ def compare_many(runs: Sequence[Run], metric: str = "reward") -> dict[str, Any]:
 
 
 def side_of(run: Run) -> Side:
-    """The scores of a run by metric and example, and what the first rollout of each example was asked."""
+    """The scores of a run by metric and example, and the question of each example's first rollout."""
     found: Side = run.kept.get(("side", run.index.version), lambda: _read_side(run.index, env_of(run)))
     return found
 

@@ -1,4 +1,4 @@
-"""Run directories → the same pages as one HTML file that needs no server and asks for nothing."""
+"""Exports run directories as one HTML file with the viewer's pages, which needs no server and no network."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from verifiers.viewer.library import Library, Run
 from verifiers.viewer.records import rollout_page
 from verifiers.viewer.rows import row_of
 
-DEFAULT_LIMIT = 1000  # rollouts of a run that are put into the file
-MAX_COMPARED = 6  # runs of which each pair is compared
-MAX_TABLED = 4  # runs of which each choice of more than two is
-OTHER_METRICS = 100  # examples that a comparison in another metric than the reward lists
+DEFAULT_LIMIT = 1000  # rollouts per run in the file
+MAX_COMPARED = 6  # runs of which all pairs are compared
+MAX_TABLED = 4  # runs of which all subsets of three or more are compared
+OTHER_METRICS = 100  # examples listed in comparisons of metrics other than the reward
 
 
 def export_html(library: Library, path: str | os.PathLike[str], *, limit: int = DEFAULT_LIMIT) -> int:
-    """Write the runs of a library into one file and say how many bytes it has; figures are over all rollouts."""
+    """Write the runs of a library to one file and return its size in bytes; metrics are over all rollouts."""
     runs = [found for run in library.runs() if (found := library.get(run.id)) is not None]
     if not runs:
-        raise ValueError("there is no run to export; name one: vf view PATH --export FILE.html")
+        raise ValueError("there is no run to export; pass one: vf view PATH --export FILE.html")
     text = render(gather(runs, limit=limit)).encode()
     Path(path).write_bytes(text)
     return len(text)
 
 
 def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
-    """All that the pages of these runs ask a server for."""
+    """All data that the pages of these runs would request from a server."""
     found: dict[str, Any] = {"runs": [], "figures": {}, "rollouts": {}, "training": {}, "shares": {}}
     for run in runs:
         run.index.refresh()
@@ -44,8 +44,8 @@ def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
         about = run_page(run)
         total = len(run.index)
         if total > limit:
-            about["notices"].append(f"this file holds the first {limit:,} of {total:,} rollouts; figures are over all")
-            about["steps"] = step_counts(run.index.steps[:limit])  # whose samples can be shown
+            about["notices"].append(f"this file has the first {limit:,} of {total:,} rollouts; metrics are over all")
+            about["steps"] = step_counts(run.index.steps[:limit])  # only steps whose samples are in the file
         found["runs"].append({**about, "is_live": False})
         found["figures"][run.id] = run_figures(run.index, run.read_metadata()[0].get("until"))
         found["rollouts"][run.id] = [
@@ -59,7 +59,7 @@ def gather(runs: Sequence[Run], *, limit: int) -> dict[str, Any]:
 
 
 def comparisons_of(runs: Sequence[Run], limit: int) -> dict[str, Any]:
-    """Each pair of runs in each metric, and tables of more than two: the first, then the others by id."""
+    """Comparisons of all pairs of runs in each metric, and of larger subsets: the first run, then the others by id."""
     pairs, tables = {}, {}
     for a, b in permutations(runs, 2):
         for metric in side_of(a).scores.keys() | side_of(b).scores.keys():
@@ -76,7 +76,7 @@ def comparisons_of(runs: Sequence[Run], limit: int) -> dict[str, Any]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page with everything inside; its policy lets this one script and this one style run, and nothing else."""
+    """The page with all data; its content security policy allows only its own script and style, by their hashes."""
     script, style = assets.one_script(), assets.style()
     policy = "; ".join(
         (
@@ -90,7 +90,7 @@ def render(data: dict[str, Any]) -> str:
             "trusted-types 'none'",
         )
     )
-    # In a script element only "<" can end it or open a comment; in JSON it can be written otherwise.
+    # Escape "<", the only character that can end a script element or start a comment in it.
     embedded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     page = (assets.FOLDER / "index.html").read_text(encoding="utf-8")
     parts = {

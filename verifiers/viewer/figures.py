@@ -1,4 +1,4 @@
-"""The index of a run → its figures: means with intervals, distributions, causes of failure, pass@k."""
+"""The data for the pages of a run: means with intervals, distributions, causes of failure, pass@k."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from verifiers.viewer.library import Run
 
 MAX_BARS = 12  # distinct values that get a bar each
 RANGES = 24
-SHOWN = 50  # tasks, causes and stop conditions that are listed
+SHOWN = 50  # the maximum number of listed tasks, causes and stop conditions
 
 
 def run_page(run: Run) -> dict[str, Any]:
-    """What a run is and how far it has been read; the figures are another matter."""
+    """The properties of a run and how much of it has been read; `run_figures` has the metrics."""
     index = run.index
     with index.lock:
         return {
@@ -41,7 +41,7 @@ def run_page(run: Run) -> dict[str, Any]:
             "causes": [item for item in _counted(index.causes, index.cause_names) if item[0]],
             "steps": step_counts(index.steps),
             "metric_names": list(index.metrics),
-            # Also of those that failed and were run again since, of which the metadata tells.
+            # Includes failed rollouts that were rerun; their usage is in the metadata.
             "usage": asdict(index.usage + (read_usage(run.metadata.get("retried_usage")) or Usage())),
             "has_advantages": any(not math.isnan(value) for value in index.advantages[:1000]),
             "notices": notices(run),
@@ -49,7 +49,7 @@ def run_page(run: Run) -> dict[str, Any]:
 
 
 def notices(run: Run) -> list[str]:
-    """What is wrong with the folder, in sentences."""
+    """Problems of the folder, as sentences."""
     index, found = run.index, []
     metadata, problem = run.read_metadata()
     if problem:
@@ -58,8 +58,8 @@ def notices(run: Run) -> list[str]:
         found.append(str(metadata["until"]["reason"]))
     if index.trouble is not None:
         found.append(f"results.jsonl cannot be read: {index.trouble}")
-    elif not run.results_path.is_file() and not run.is_training:  # a supervised training samples nothing
-        found.append("results.jsonl is missing: no rollout has been finished, or the file was taken away")
+    elif not run.results_path.is_file() and not run.is_training:  # supervised fine-tuning has no rollouts
+        found.append("results.jsonl is missing: no rollout has finished, or the file was removed")
     if index.damaged:
         where = ", ".join(f"line {item['line']} ({item['reason']})" for item in index.damaged_lines[:3])
         found.append(
@@ -69,12 +69,12 @@ def notices(run: Run) -> list[str]:
     if run.metrics.damaged:
         found.append(f"{run.metrics.damaged} line(s) of metrics.jsonl cannot be read and are left out")
     if index.has_more_metrics:
-        found.append(f"there are more than {len(index.metrics)} metrics; the first ones are shown")
+        found.append(f"there are more than {len(index.metrics)} metrics; only the first ones are shown")
     return found
 
 
 def run_figures(index: RolloutIndex, until: Any = None) -> dict[str, Any]:
-    """Every figure over all rollouts; failed ones count nowhere. ``until`` is what a run kept of its early stop."""
+    """All metrics over all scored rollouts. ``until`` is the saved result of an early stop, with its own interval."""
     with index.lock:
         examples = index.examples
         rewards = known_column(index.rewards)
@@ -109,7 +109,7 @@ def _interval(name: str, column: Sequence[float | None], examples: Sequence[int]
 
 
 def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
-    """Counts by value where there are few values, else by equal ranges.
+    """Counts by value if there are few values, else in equal ranges.
 
     >>> histogram([0.0, 1.0, 1.0])
     [{'low': 0.0, 'high': 0.0, 'count': 1}, {'low': 1.0, 'high': 1.0, 'count': 2}]
@@ -129,7 +129,7 @@ def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def _pass_at_k(rewards: Sequence[float | None], examples: Sequence[int], repeats: Sequence[int]) -> list[Any]:
-    """pass@k where the reward is right or wrong and examples have several rollouts."""
+    """pass@k if the reward is right-or-wrong and examples have several rollouts."""
     if not {0.0, 1.0, None}.issuperset(rewards) or max(repeats, default=0) < 1:
         return []
     most = max(Counter(examples).values())
@@ -154,7 +154,7 @@ def _pass_at_k(rewards: Sequence[float | None], examples: Sequence[int], repeats
 def _with_failures(
     rewards: Sequence[float | None], examples: Sequence[int], statuses: Sequence[int]
 ) -> tuple[float, float] | None:
-    """The least and the largest mean that the failed rollouts could have made of it."""
+    """The smallest and the largest mean if the failed rollouts had been scored; None if none failed."""
     return stats.with_failures(rewards, examples) if FAILED in statuses else None
 
 
@@ -188,7 +188,7 @@ def step_counts(steps: Sequence[float]) -> list[list[float]]:
 
 
 def shares_page(run: Run) -> dict[str, Any]:
-    """What each reward function adds to the mean reward: its weight times its mean; of a training, step by step."""
+    """The contribution of each reward function to the mean reward, weight times mean; for a training, by step."""
     found = run.metadata.get("reward_weights")
     weights = found if isinstance(found, dict) else {}
     weights = {name: value for name, weight in weights.items() if (value := figure(weight)) is not None}

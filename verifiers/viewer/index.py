@@ -1,4 +1,4 @@
-"""A results file → a few numbers a rollout in compact arrays, so that 100,000 of them sort and filter at once."""
+"""An index of a results file: a few numbers per rollout in compact arrays, for fast sorting and filtering."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from verifiers.store.checksum import FIELD, is_intact
 from verifiers.types import Usage
 from verifiers.viewer.numbers import as_number
 
-MAX_METRICS: Final = 64  # a file with a new metric in each line must not fill the memory
-MAX_TOLD: Final = 20  # damaged lines that are named one by one
-_CHECK_EVERY = 256  # lines between two looks at the clock
+MAX_METRICS: Final = 64  # a limit on memory if each line of a file has a new metric
+MAX_TOLD: Final = 20  # damaged lines that are listed individually
+_CHECK_EVERY = 256  # lines between two checks of the deadline
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 OK, FAILED, POLICY = 0, 1, 2  # POLICY: an error that the model caused, which is scored as usual
@@ -32,7 +32,7 @@ STATUSES = ("ok", "failed", "policy error")
 
 
 class _Line(msgspec.Struct):
-    """What the index keeps of a line; the rest is skipped, not built."""
+    """The fields of a line that the index uses; others are skipped."""
 
     example_id: int | str
     rollout: Any = None
@@ -49,7 +49,7 @@ class _Line(msgspec.Struct):
 
 
 class Names:
-    """Texts that repeat, each kept once and known by its number."""
+    """Stores each of many repeating texts once, and refers to it by number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -67,16 +67,15 @@ class Names:
 
 
 class RolloutIndex:
-    """The rollouts of one results file; ``refresh`` reads what was appended, for as long as it is given.
+    """The rollouts of one results file; ``refresh`` reads appended lines, within a time budget.
 
-    Columns are aligned: position ``i`` of each is rollout number ``i``, in the order of the file. A number that a line
-    does not have is NaN.
+    Columns are aligned: position ``i`` is rollout number ``i``, in file order. Missing numbers are NaN.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lock = threading.RLock()  # pages are made in threads
-        self.generation = 0  # counts how often the file was another one
+        self.lock = threading.RLock()  # requests are handled in worker threads
+        self.generation = 0  # incremented whenever the file was replaced
         self._file: BinaryIO | None = None
         self._decode = msgspec.json.Decoder(_Line).decode
         self._clear()
@@ -93,11 +92,11 @@ class RolloutIndex:
         self.metrics: dict[str, array[float]] = {}
         self.has_more_metrics = False
         self.damaged = 0
-        self.trouble: str | None = None  # why nothing of it can be read
+        self.trouble: str | None = None  # why the file cannot be read
         self.damaged_lines: list[dict[str, Any]] = []
         self.usage = Usage()
         self.end = 0  # bytes read so far
-        self.size = 0  # bytes of the file when it was last looked at
+        self.size = 0  # bytes of the file at the last check
         self._line_number = 0
         self._example_numbers: dict[int | str, int] = {}
         self._seen: Counter[int | str] = Counter()
@@ -107,7 +106,7 @@ class RolloutIndex:
 
     @property
     def version(self) -> str:
-        """Changes whenever a column may have."""
+        """A text that changes whenever a column may have changed."""
         return f"{self.generation}.{self.end}"
 
     @property
@@ -117,11 +116,11 @@ class RolloutIndex:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def refresh(self, budget_s: float | None = None) -> bool:
-        """Read on, until the end or until the time is up; says whether all of the file has been read."""
+        """Continue reading until the end or the deadline; return whether the whole file has been read."""
         with self.lock:
             try:
                 found = os.stat(self.path)
-            except OSError:  # not there yet, or gone
+            except OSError:  # it does not exist yet, or was deleted
                 self._close()
                 return True
             held = None if self._file is None else os.fstat(self._file.fileno())
@@ -141,7 +140,7 @@ class RolloutIndex:
                 return True
             try:
                 return self._take(self._file, None if budget_s is None else time.monotonic() + budget_s)
-            except OSError as error:  # lines without an end
+            except OSError as error:  # an endless line
                 self.trouble, self.size = error.strerror, self.end
                 return True
 
@@ -155,18 +154,18 @@ class RolloutIndex:
         file.seek(self.end)
         for text in lines_of(file):
             if not self._take_line(text):
-                self.size = self.end  # the torn last line of a writer at work
+                self.size = self.end  # ignore the last line, which is still being written
                 return True
             if deadline is not None and self._line_number % _CHECK_EVERY == 0 and time.monotonic() > deadline:
                 return self.end >= self.size
         return True
 
     def _take_line(self, text: bytes) -> bool:
-        """False if the line is not finished yet."""
+        """Add a line; False if it is not complete yet."""
         line: _Line | None = None
         try:
             if not is_intact(text):
-                raise msgspec.DecodeError("its checksum says that it is not as it was written")
+                raise msgspec.DecodeError("its checksum is wrong")
             line = self._decode(text)
         except _UNREADABLE as error:
             if not text.endswith(b"\n"):
@@ -210,7 +209,7 @@ class RolloutIndex:
             self._add_metrics(line.metrics)
 
     def _repeat_of(self, line: _Line) -> int:
-        """Files of 0.1.x have no rollout column: the order of appearance stands in for it."""
+        """The rollout's number within its example; in files of 0.1.x, without that column, the order of appearance."""
         if type(line.rollout) is int and abs(line.rollout) < 1 << 62:
             return line.rollout
         count = self._seen[line.example_id]
@@ -245,7 +244,7 @@ class RolloutIndex:
     # --- columns and records ------------------------------------------------------------------------------------
 
     def metric(self, name: str) -> array[float]:
-        """A metric's column, as long as the others."""
+        """A metric's column, padded to the number of rollouts."""
         column = self.metrics[name]
         if len(column) < len(self):
             column.extend([math.nan] * (len(self) - len(column)))
@@ -263,13 +262,13 @@ class RolloutIndex:
         return sorted(numbers, key=self.repeats.__getitem__)
 
     def line(self, number: int) -> bytes:
-        """The text of one line; empty where the file was taken away."""
+        """The bytes of one line; empty if the file was deleted."""
         if self._file is None:
             return b""
         return os.pread(self._file.fileno(), self.lengths[number], self.offsets[number])
 
     def record(self, number: int) -> Record:
-        """One rollout, as far as it can be read."""
+        """One rollout, or as much of it as can be decoded."""
         example, repeat = self.key(number)
         return {**read_line(self.line(number)), "example_id": example, "rollout": repeat}
 
@@ -278,7 +277,7 @@ class RolloutIndex:
 
 
 def read_line(line: bytes) -> Record:
-    """A line → a record; bytes that are no text become the replacement character, rather than cost the line."""
+    """A line → a record; invalid UTF-8 becomes the replacement character, so that the line is not lost."""
     try:
         found: Any = msgspec.json.decode(line)
     except _UNREADABLE:
@@ -293,7 +292,7 @@ def read_line(line: bytes) -> Record:
 
 
 def cause_of(error: Any) -> str:
-    """Why a rollout failed, short enough to be counted.
+    """Why a rollout failed, as a short text for counting.
 
     >>> cause_of({"type": "JudgeError", "message": "down\\nfor an hour"})
     'JudgeError: down'

@@ -1,4 +1,4 @@
-"""Run directories → the viewer's pages inside the output of a notebook's cell."""
+"""Shows the viewer's pages in the output of a notebook cell."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from verifiers.viewer.export import gather, render
 from verifiers.viewer.library import DEFAULT_ROOTS, Library
 
-INLINE_LIMIT = 200  # rollouts of a run: a notebook keeps its outputs
+INLINE_LIMIT = 200  # rollouts per run, because notebooks save their outputs
 HEIGHT = 760
 
 
 class InlineView:
-    """The pages of some runs as they are now, in a frame of its own that can reach neither notebook nor network.
+    """A snapshot of the pages of some runs, in a sandboxed frame without access to the notebook or the network.
 
-    A cell whose last line is one shows it. It needs no server, and so also works where the notebook's browser is on
-    another machine than its kernel; it does not follow a run that goes on.
+    A cell whose last expression is an InlineView shows it. It needs no server, so it also works if the browser is on
+    another machine than the kernel; it does not update while a run continues.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class InlineView:
         runs = [found for run in library.runs() if (found := library.get(run.id)) is not None]
         if not runs:
             roots = ", ".join(map(str, library.roots)) or "these paths"
-            raise ValueError(f"there is no run under {roots} to look at; vf eval makes one")
+            raise ValueError(f"there is no run under {roots}; vf eval makes one")
         self.first_page, self.height, self.count = first_page, height, len(runs)
         self._page = render({**gather(runs, limit=limit), "first_page": first_page})
 
@@ -43,6 +43,6 @@ class InlineView:
 
 
 def show(*paths: str | Path, roots: Iterable[str | Path] = (), **options: Any) -> InlineView:
-    """Runs in a notebook: ``show("outputs/evals/sums--tiny/1a2b3c4d")``; without any, all under the usual roots."""
+    """Show runs in a notebook: ``show("outputs/evals/sums--tiny/1a2b3c4d")``; by default, all under the usual roots."""
     folders = list(roots) or ([] if paths else list(DEFAULT_ROOTS))
     return InlineView(Library(folders, paths), **options)

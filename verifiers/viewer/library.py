@@ -1,4 +1,4 @@
-"""Folders → the runs in them, each known by an id; nobody reaches a run by a path."""
+"""Finds the runs in folders and gives each an id; clients of the viewer address runs only by id, never by path."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from verifiers.viewer.training import MetricsLog
 
 DEFAULT_ROOTS = (DEFAULT_ROOT, Path("outputs/train"))
 MAX_OPEN = 8  # runs whose index is kept in memory
-RECENT_S = 60.0  # a file that changed this recently is being written, where the lock cannot tell
+RECENT_S = 60.0  # if the lock cannot tell, a file changed within this time counts as being written
 
 
 class Kept:
-    """The last few things that were made, by what they were made from."""
+    """An LRU cache."""
 
     def __init__(self, most: int = 12) -> None:
         self.most = most
@@ -44,7 +44,7 @@ class Kept:
 
 
 class Run:
-    """One run directory; everything about it is read when asked for, and nothing is ever written."""
+    """One run directory, read on demand and never written to."""
 
     def __init__(self, run_id: str, path: Path) -> None:
         self.id = run_id
@@ -57,7 +57,7 @@ class Run:
         self._metadata: tuple[tuple[int, int] | None, dict[str, Any], str | None] = (None, {}, None)
 
     def read_metadata(self) -> tuple[dict[str, Any], str | None]:
-        """What ``metadata.json`` says, and what is wrong with it."""
+        """The content of ``metadata.json``, and a description of any problem with it."""
         path = self.path / "metadata.json"
         try:
             found = path.stat()
@@ -65,7 +65,7 @@ class Run:
             if self._metadata[0] != stamp:
                 self._metadata = (stamp, *_parse_metadata(read_regular(path, most=MOST_METADATA)))
         except FileNotFoundError:
-            return {}, "metadata.json is missing: what this run is can only be told from its folder"
+            return {}, "metadata.json is missing: the run's properties are guessed from its folder name"
         except OSError as error:
             return {}, f"metadata.json cannot be read: {error.strerror}"
         return self._metadata[1], self._metadata[2]
@@ -87,13 +87,13 @@ class Run:
 
     @property
     def is_live(self) -> bool:
-        """Is somebody writing to it? The lock names a process; on another machine, the clock has to do."""
+        """Whether the run is being written. The lock names a process; on another machine, recent changes decide."""
         if self.is_finished and _mtime(self.results_path) <= _mtime(self.path / "metadata.json"):
-            return False  # and not resumed since
+            return False  # finished, and not resumed since
         try:
             words = read_regular(self.path / ".lock", most=4096).decode("utf-8", "replace").split()
             if not words:
-                return False  # given back
+                return False  # the lock was released
         except OSError:
             words = []
         if len(words) == 4 and words[0] == "process" and words[3] == socket.gethostname() and words[1].isdigit():
@@ -107,7 +107,7 @@ class Run:
         return max((_mtime(path) for path in (self.results_path, self.metrics_path)), default=0.0)
 
     def stamp(self) -> str:
-        """Changes whenever a file of the run does; cheap enough to be asked every second."""
+        """A digest that changes whenever a file of the run does; cheap enough to be polled every second."""
         parts = []
         for path in (self.results_path, self.metrics_path, self.path / "metadata.json"):
             try:
@@ -137,7 +137,7 @@ class Library:
         self._lock = threading.Lock()
 
     def runs(self) -> list[Run]:
-        """Every run there is now."""
+        """All current runs."""
         found: dict[str, Path] = {}
         for path in self.paths:
             found.setdefault(run_id_of(path), path)
@@ -149,7 +149,7 @@ class Library:
             return sorted(self._runs.values(), key=lambda run: (run.made_at(), str(run.path)), reverse=True)
 
     def get(self, run_id: str) -> Run | None:
-        """The run with this id; its index stays in memory while it is among the last few asked for."""
+        """The run with this id; the indexes of the last few requested runs stay in memory."""
         if run_id not in self._runs:
             self.runs()
         with self._lock:
@@ -160,13 +160,13 @@ class Library:
             self._open.move_to_end(run_id)
             if len(self._open) > MAX_OPEN:
                 closed, _ = self._open.popitem(last=False)
-                if closed in self._runs:  # what was read of it goes with the object
+                if closed in self._runs:  # a new object frees what was read of the run
                     self._runs[closed] = Run(closed, self._runs[closed].path)
             return run
 
 
 def run_id_of(path: Path) -> str:
-    """The name of a run in an address: 12 hex digits that say nothing of where it is."""
+    """The id of a run in URLs: 12 hex digits that do not reveal its path."""
     return hashlib.blake2b(os.fsencode(path.resolve()), digest_size=6).hexdigest()
 
 

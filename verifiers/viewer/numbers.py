@@ -1,4 +1,4 @@
-"""What a file says is a number → a float; what is none, or beyond all scores, is NaN in a column and None on a page."""
+"""Converts values from files to floats; others, and those beyond `LARGEST_SCORE`, become NaN, or None on a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifiers.types import LARGEST_SCORE
 
 
 def as_number(value: Any) -> float:
-    """A value out of a file as a float.
+    """A value from a file as a float, or NaN.
 
     >>> as_number(2), as_number(True), as_number("2"), as_number(10**400), as_number(1e308)
     (2.0, 1.0, nan, nan, nan)
@@ -25,12 +25,12 @@ def as_number(value: Any) -> float:
 
 
 def known(number: float) -> float | None:
-    """A number for a page, where NaN is nothing."""
+    """A number for a page: None if it is NaN."""
     return None if math.isnan(number) else number
 
 
 def mean(column: Iterable[float]) -> float | None:
-    """The mean of the numbers that are known.
+    """The mean of the numbers that are not NaN.
 
     >>> mean([1.0, math.nan, 2.0]), mean([])
     (1.5, None)

@@ -1,4 +1,4 @@
-"""A record → what one page shows of it: long texts cut, each turn's tokens with their logprobs."""
+"""The data for the page of one rollout: the record with long texts shortened, and tokens with logprobs by turn."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_ITEMS = 5_000  # of one list
 MAX_DEPTH = 40
 MAX_TOKENS = 20_000  # of one turn
 MOST_TOKENIZER = 256 << 20  # bytes
-MAX_JUDGED = 200  # questions to judges
+MAX_JUDGED = 200  # prompts to judges
 _OWN = {*CORE_COLUMNS, "trajectory", "sampled_tokens", "judge_response", "step", "advantage"}
 
 
 def rollout_page(run: Run, number: int) -> dict[str, Any]:
-    """One rollout, whole: its record, what the index knows of it, and its turns with tokens where they are known."""
+    """One rollout: its record, its data in the index, and its turns with tokens if they were saved."""
     index = run.index
     with index.lock:
         record = index.record(number)
@@ -42,7 +42,7 @@ def rollout_page(run: Run, number: int) -> dict[str, Any]:
 
 
 def turns_of(record: Record, run: Run) -> list[dict[str, Any]]:
-    """The model's turns that have tokens; empty where the run was not saved with its trajectory."""
+    """The model's turns with tokens; empty if the run saved neither trajectory nor sampled tokens."""
     steps = record.get("trajectory")
     if not isinstance(steps, list):
         steps = [_as_step(turn) for turn in _list(record.get("sampled_tokens"))]
@@ -52,7 +52,7 @@ def turns_of(record: Record, run: Run) -> list[dict[str, Any]]:
 
 
 def _as_step(turn: Any) -> Any:
-    """A turn as a training keeps it, in the form of a trajectory's."""
+    """A turn of a training's ``sampled_tokens`` in the form of a trajectory step."""
     if not isinstance(turn, dict):
         return {}
     names = {"ids": "completion_ids", "logprobs": "completion_logprobs", "ratios": "ratios", "prompt_tokens": "prompt"}
@@ -77,7 +77,7 @@ def _turn(step: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def judged_of(found: Any) -> list[dict[str, Any]]:
-    """What judges were asked about a rollout and what they replied."""
+    """The prompts to judges about a rollout, and their replies."""
     if not isinstance(found, dict):
         return []
     pairs = list(found.items())[:MAX_JUDGED]
@@ -85,7 +85,7 @@ def judged_of(found: Any) -> list[dict[str, Any]]:
 
 
 def shorten(value: Any, depth: int = 0) -> Any:
-    """The same value with what no page can hold cut off, and saying so.
+    """The value with long texts and lists shortened, with a note on what was left out.
 
     >>> shorten(["a" * 200_002])[0][-21:]
     '… (2 more characters)'
@@ -106,7 +106,7 @@ def shorten(value: Any, depth: int = 0) -> Any:
 
 
 def find_tokenizer(run: Run) -> Any:
-    """The tokenizer of the run's model, where its file is on this machine and the library to read it is installed."""
+    """The tokenizer of the run's model, if its file is on this machine and `tokenizers` is installed."""
     for folder in _tokenizer_folders(run):
         path = folder / "tokenizer.json"
         if path.is_file() and path.stat().st_size <= MOST_TOKENIZER:
@@ -135,12 +135,12 @@ def _load_tokenizer(path: Path, _stamp: int) -> Any:
         return None
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # the library raises nothing narrower; a broken file costs the text of tokens, not the page
+    except Exception:  # the library raises plain Exception; without a tokenizer the page shows only token ids
         return None
 
 
 def pieces_of(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text that each token adds; bytes of an unfinished character go to the token that finishes it."""
+    """The text that each token adds; the bytes of a split character are attributed to its last token."""
     pieces, pending = [], []
     for token in ids:
         pending.append(token)

@@ -1,4 +1,4 @@
-"""A question about a run → the numbers of the rollouts that answer it, in order, and a page of them."""
+"""Filters, sorts and pages the rollouts of a run for the table."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from verifiers.viewer.search import Search
 
 MAX_PAGE = 500
 PREVIEW_CHARS = 240
-TOLERANCE = 1e-8  # bars of a histogram are made of rounded rewards
+TOLERANCE = 1e-8  # the bars of a histogram have rounded rewards
 SORTS = ("number", "example", "reward", "tokens", "time", "step", "advantage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Query:
-    """Which rollouts, in which order, and which page of them.
+    """Filters, sort order and page of the table of rollouts.
 
     >>> Query.parse({"status": "failed", "n": "20"}).status
     'failed'
@@ -45,13 +45,13 @@ class Query:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Query:
-        """From the query of an address; nonsense is a ValueError that says what is allowed."""
+        """Parse the query of a URL; raises ValueError with the allowed values."""
         status = given.get("status")
         if status is not None and status not in (*STATUSES, "scored"):
-            raise ValueError(f"status={status!r} is none of scored, {', '.join(STATUSES)}")
+            raise ValueError(f"status={status!r} must be one of scored, {', '.join(STATUSES)}")
         sort = given.get("sort", "number")
         if sort not in SORTS and not sort.startswith("metric:"):
-            raise ValueError(f"sort={sort!r} is none of {', '.join(SORTS)}, metric:NAME")
+            raise ValueError(f"sort={sort!r} must be one of {', '.join(SORTS)}, metric:NAME")
         return cls(
             start=_whole(given, "start", 0, 1 << 40),
             n=min(_whole(given, "n", 50, 1 << 40), MAX_PAGE),
@@ -70,7 +70,7 @@ class Query:
 
 
 def page(run: Run, query: Query, *, budget_s: float | None = None) -> dict[str, Any]:
-    """One page of the table, with how many rollouts there are in all; a long search goes on with the next call."""
+    """One page of the table, with the total number of rollouts; the next call continues a long search."""
     index = run.index
     with index.lock:
         is_done, order = find(run, query, budget_s=budget_s)
@@ -87,7 +87,7 @@ def page(run: Run, query: Query, *, budget_s: float | None = None) -> dict[str, 
 
 
 def neighbours(run: Run, query: Query, number: int) -> dict[str, int | None]:
-    """The rollouts before and after one, in the order of the table it was opened from."""
+    """The rollouts before and after one in the table with this query."""
     with run.index.lock:
         order = find(run, query, budget_s=0.5)[1]
         try:
@@ -103,7 +103,7 @@ def neighbours(run: Run, query: Query, number: int) -> dict[str, int | None]:
 
 
 def find(run: Run, query: Query, *, budget_s: float | None = None) -> tuple[bool, Sequence[int]]:
-    """Whether the search is through, and the numbers of all rollouts that match, in the order asked for."""
+    """Whether the search is complete, and the numbers of all matching rollouts in the query's order."""
     index = run.index
     if query.search:
         search = run.kept.get(("search", query.search, index.generation), lambda: Search(index, query.search))
@@ -114,7 +114,7 @@ def find(run: Run, query: Query, *, budget_s: float | None = None) -> tuple[bool
     asked = replace(query, start=0, n=0)
     if asked == Query(n=0):
         return True, candidates
-    if not is_done:  # it is another order in a moment
+    if not is_done:  # do not cache an order that is still changing
         return False, _order(index, candidates, query)
     return True, run.kept.get((asked, index.version), lambda: _order(index, candidates, query))
 
@@ -184,13 +184,13 @@ def _example_order(index: RolloutIndex, number: int) -> tuple[bool, int | str, i
 
 
 def row_of(index: RolloutIndex, number: int) -> dict[str, Any]:
-    """One line of the table."""
+    """One row of the table."""
     record = index.record(number)
     return {**facts_of(index, number), "asked": _preview(asked(record)), "replied": _preview(replied(record))}
 
 
 def facts_of(index: RolloutIndex, number: int) -> dict[str, Any]:
-    """What the index knows of a rollout."""
+    """The data of a rollout in the index."""
     example, repeat = index.key(number)
     return {
         "number": number,
@@ -211,7 +211,7 @@ def facts_of(index: RolloutIndex, number: int) -> dict[str, Any]:
 
 
 def asked(record: Record) -> str:
-    """The last thing a rollout was asked before the model spoke."""
+    """The text of the prompt, or of its last message."""
     prompt = record.get("prompt")
     if isinstance(prompt, list) and prompt:
         last = prompt[-1]
@@ -220,7 +220,7 @@ def asked(record: Record) -> str:
 
 
 def replied(record: Record) -> str:
-    """The last thing the model said; of a failed rollout, why it failed."""
+    """The model's last reply."""
     completion = record.get("completion")
     try:
         return last_reply(completion) if isinstance(completion, (str, list)) else ""

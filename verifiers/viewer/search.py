@@ -1,4 +1,4 @@
-"""A text and a results file → the rollouts that hold it anywhere, found a slice of time after another."""
+"""Full-text search over the rollouts of a results file, in time slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHECK_EVERY = 64
 
 
 class Search:
-    """One search through a run; ``advance`` goes on where it stopped, also into what was appended since."""
+    """One search in a run; ``advance`` continues where it stopped, including lines appended since."""
 
     def __init__(self, index: RolloutIndex, text: str) -> None:
         self.index = index
@@ -23,11 +23,11 @@ class Search:
         self.hits = array("I")
         self.position = 0
         self._needle = text.casefold()
-        # As it stands in the file, quotes and newlines escaped; letters beyond ASCII may be escaped or not.
+        # A prefilter on the raw line, only for ASCII: other characters may be escaped in the file or not.
         self._raw = msgspec.json.encode(text)[1:-1].lower() if text.isascii() else b""
 
     def advance(self, budget_s: float | None = None) -> bool:
-        """Search on until the time is up; says whether every rollout that is known has been looked at."""
+        """Continue the search until the time is up; return whether all known rollouts have been searched."""
         deadline = None if budget_s is None else time.monotonic() + budget_s
         index = self.index
         while self.position < len(index):
@@ -45,14 +45,14 @@ class Search:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text of a record, and every number as it is written; names of columns are not searched."""
+    """All strings in a record, and numbers as text, but not the names of columns."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
             yield from _texts(item)
     elif isinstance(value, list):
-        if value and type(value[0]) in (int, float):  # token ids: nobody looks for these
+        if value and type(value[0]) in (int, float):  # token ids and logprobs are not searched
             return
         for item in value:
             yield from _texts(item)

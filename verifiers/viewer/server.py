@@ -1,4 +1,4 @@
-"""Run directories → pages on this machine: a read-only server that answers its own pages and nobody else's."""
+"""A read-only web server for the viewer's pages; it refuses requests from other pages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verifiers.viewer.library import Library, Run
 from verifiers.viewer.records import rollout_page
 from verifiers.viewer.rows import Query, neighbours, page
 
-BUDGET_S = 0.25  # of reading or searching, before a page shows what there is so far
-LIST_BUDGET_S = 0.3  # of reading runs that do not say themselves how they went
+BUDGET_S = 0.25  # for reading or searching per request; the page then shows partial results
+LIST_BUDGET_S = 0.3  # for reading runs whose metadata has no results
 MAX_GROUP = 64  # rollouts side by side
-MAX_COMPARED = 8  # runs at once; as many as are kept open
+MAX_COMPARED = 8  # runs compared at once, the number that stays open
 
 POLICY = "; ".join(
     (
@@ -64,7 +64,7 @@ class ViewerServer(ServerThread):
 
     @property
     def is_local(self) -> bool:
-        """Can only this machine reach it?"""
+        """Whether only this machine can reach the server."""
         return is_loopback(self.host)
 
     @property
@@ -95,19 +95,19 @@ class ViewerServer(ServerThread):
             app.router.add_get(path, _in_a_thread(answer))
         return web.AppRunner(app, access_log=None)
 
-    # --- who may ask ----------------------------------------------------------------------------------------------
+    # --- access control -------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """A foreign page must reach nothing here, under whatever name it has this machine resolved."""
+        """Refuse requests from other sites, including by DNS rebinding."""
         try:
             if not is_own_host(request.headers.get("Host", ""), self.host):
-                raise web.HTTPForbidden(text="this server answers to the address that `vf view` printed, no other\n")
+                raise web.HTTPForbidden(text="this server can only be used at the URL that `vf view` printed\n")
             is_foreign = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
-            if is_foreign and request.path != "/":  # a link to the first page harms nobody
-                raise web.HTTPForbidden(text="this server answers its own pages only\n")
+            if is_foreign and request.path != "/":  # a link to the first page is harmless
+                raise web.HTTPForbidden(text="this server answers only requests from its own pages\n")
             response = await handler(request)
         except web.HTTPException as error:
             error.headers.update(HEADERS)
@@ -130,7 +130,7 @@ class ViewerServer(ServerThread):
         return {"runs": cards, "roots": [str(root) for root in self.library.roots]}
 
     def _card(self, light: Run, deadline: float) -> dict[str, Any]:
-        """A line of the list; rollouts that were not read yet are, while there is time."""
+        """A line of the list; reads the run's rollouts if necessary, while there is time."""
         run, summary = light, self.summaries.get(light)
         if summary is None and time.monotonic() < deadline and not run.is_training and run.results_path.is_file():
             run = self.library.get(light.id) or light
@@ -179,7 +179,7 @@ class ViewerServer(ServerThread):
         while int(text) >= len(run.index) and not run.index.refresh(BUDGET_S):
             pass
         if int(text) >= len(run.index):
-            raise LookupError(f"this run has {len(run.index):,} rollouts, and so no number {text}")
+            raise LookupError(f"this run has {len(run.index):,} rollouts, but no number {text}")
         return int(text)
 
     def _group(self, request: web.Request) -> dict[str, Any]:
@@ -200,12 +200,12 @@ class ViewerServer(ServerThread):
         return shares_page(run)
 
     def _find_rollout(self, request: web.Request) -> dict[str, Any]:
-        """A link that says what a rollout is, not where: the run by its name, the rollout by example and repeat."""
+        """Resolve a permanent link: the run by its folder name, the rollout by example and repeat."""
         name, env_id = request.query.get("run", ""), request.query.get("env")
         found = [run for run in self.library.runs() if run.path.name == name]
         run = next((run for run in found if env_id is None or env_of(run) == env_id), None)
         if run is None:
-            raise LookupError(f"there is no run {name[:80]!r} under the folders that this viewer was given")
+            raise LookupError(f"there is no run {name[:80]!r} in the folders of this viewer")
         run = self.library.get(run.id) or run
         if "example" not in request.query:
             return {"run": run.id, "number": None}
@@ -214,13 +214,15 @@ class ViewerServer(ServerThread):
         numbers = run.index.group(_example(request))
         number = next((number for number in numbers if run.index.repeats[number] == repeat), None)
         if number is None:
-            raise LookupError("this run has no such rollout; it may have been made again since the link was")
+            raise LookupError(
+                "this run has no such rollout; the run may have been made again since the link was created"
+            )
         return {"run": run.id, "number": number}
 
     def _compare_many(self, request: web.Request) -> dict[str, Any]:
         ids = request.query.get("runs", "").split(",")
         if not 2 <= len(ids) <= MAX_COMPARED:
-            raise ValueError(f"runs= takes from 2 to {MAX_COMPARED} runs, and not {len(ids)}")
+            raise ValueError(f"runs= must have 2 to {MAX_COMPARED} runs, not {len(ids)}")
         runs = [self._named(run_id) for run_id in ids]
         for run in runs:
             run.index.refresh()
@@ -239,7 +241,7 @@ class ViewerServer(ServerThread):
         query = Query.parse({name: request.query[name] for name in ("start", "n") if name in request.query})
         verdict = request.query.get("verdict")
         if verdict is not None and verdict not in VERDICTS:
-            raise ValueError(f"verdict={verdict!r} is none of {', '.join(VERDICTS)}")
+            raise ValueError(f"verdict={verdict!r} must be one of {', '.join(VERDICTS)}")
         rows = [row for row in found["rows"] if verdict is None or row["verdict"] == verdict]
         return {
             "a": run_card(a),
@@ -278,7 +280,7 @@ def _group_of(run: Run, example: int | str) -> dict[str, Any]:
 
 
 def _example(request: web.Request) -> int | str:
-    """An example id is written as JSON, so that 7 and "7" stay two examples."""
+    """The example id of a request, which is JSON, so that 7 and "7" are different examples."""
     try:
         return msgspec.json.decode(request.query.get("example", ""), type=int | str)
     except (msgspec.DecodeError, UnicodeEncodeError):
@@ -290,7 +292,7 @@ def _step(request: web.Request, name: str) -> float | None:
 
 
 def _in_a_thread(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Reading files blocks, so it is done beside the loop; what was asked wrongly is one sentence."""
+    """Handle requests in a worker thread, because reading files blocks; invalid ones get an error of one sentence."""
 
     async def handle(request: web.Request) -> web.Response:
         status = 200

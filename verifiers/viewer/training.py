@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of a training → one series a figure, evaluations, and what the doctor said."""
+"""Reads ``metrics.jsonl`` of a training: one series per metric, evaluations, and notices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from verifiers.store.checksum import FIELD, is_intact
 from verifiers.viewer.numbers import as_number, known, mean
 
 MAX_SERIES = 128
-MAX_POINTS = 800  # of a series that is sent: more than a chart has pixels for
+MAX_POINTS = 800  # of a series that is sent; a chart has fewer pixels
 MAX_NOTICES = 200
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MetricsLog:
-    """The lines of a training so far; ``refresh`` reads what was appended."""
+    """The lines of a training so far; ``refresh`` reads appended lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class MetricsLog:
         self.evaluations: list[dict[str, Any]] = []
         self.notices: list[dict[str, Any]] = []
         self.ratio_histogram: dict[str, Any] | None = None
-        self.weights: dict[str, dict[int, float]] = {}  # of reward functions, by the place from which they hold
+        self.weights: dict[str, dict[int, float]] = {}  # of reward functions: {name: {first position in steps: weight}}
         self.damaged = 0
         self._end = 0
 
@@ -56,7 +56,7 @@ class MetricsLog:
             if found.st_size > self._end:
                 try:
                     self._take()
-                except OSError:  # no regular file, or lines without an end
+                except OSError:  # not a regular file, or an endless line
                     self.damaged = max(self.damaged, 1)
 
     def _take(self) -> None:
@@ -64,7 +64,7 @@ class MetricsLog:
             file.seek(self._end)
             for text in lines_of(file):
                 if not text.endswith(b"\n"):
-                    return  # a writer at work
+                    return  # the line is still being written
                 self._end += len(text)
                 try:
                     if not is_intact(text):
@@ -113,7 +113,7 @@ class MetricsLog:
                 column.append(math.nan)
 
     def _go_back_to(self, step: float) -> None:
-        """A training that was resumed from a checkpoint writes some steps again: the later line holds."""
+        """Drop earlier lines from a step on: a training resumed from a checkpoint writes some steps again."""
         keep = bisect_left(self.steps, step)
         if keep < len(self.steps):
             del self.steps[keep:]
@@ -124,14 +124,14 @@ class MetricsLog:
                     del changes[place]
 
     def _axes(self) -> Iterator[tuple[str, Sequence[float]]]:
-        """What may stand below a curve beside steps: how much had been sampled, and how long it had taken, by then."""
+        """The possible x axes besides steps: cumulative tokens, seconds and samples."""
         sums = {name: _running(self.series.get(name, ())) for name in ("step_s", "samples", "tokens")}
         yield "tokens", _filled(self.series.get("total_tokens", ())) or sums["tokens"]
         yield "seconds", sums["step_s"]
         yield "samples", sums["samples"]
 
     def shares(self, weights: Mapping[str, float]) -> dict[str, Any]:
-        """What each reward function adds to the mean reward, step by step: its weight times its mean."""
+        """The contribution of each reward function to the mean reward by step: its weight times its mean."""
         with self.lock:
             edges = _bucket_edges(len(self.steps), MAX_POINTS)
             names = [name for name in {**weights, **self.weights} if f"metrics.{name}" in self.series]
@@ -169,12 +169,12 @@ class MetricsLog:
         return None if not column or math.isnan(column[-1]) else column[-1]
 
     def outline(self, name: str, n: int) -> list[float | None]:
-        """The whole of one series in up to ``n`` points, for a drawing the size of a word."""
+        """A whole series thinned to up to ``n`` points, for a sparkline."""
         column = self.series.get(name, array("d"))
         return [mean(column[start:end]) for start, end in _bucket_edges(len(column), n)]
 
     def page(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
-        """All of it as plain data, or the steps from ``first`` to ``last``, thinned to what a chart can show."""
+        """All steps, or those from ``first`` to ``last``, as plain data, thinned to what a chart can show."""
         with self.lock:
             begin = 0 if first is None else bisect_left(self.steps, first)
             until = len(self.steps) if last is None else bisect_right(self.steps, last)
@@ -198,7 +198,7 @@ _EVAL_KEYS = ("reward", "low", "high", "n", "failed")
 
 
 def _bucket_edges(n: int, most: int) -> list[tuple[int, int]]:
-    """Up to ``most`` neighbouring ranges that cover ``n`` places.
+    """Up to ``most`` adjacent ranges that cover ``n`` positions.
 
     >>> _bucket_edges(5, 2)
     [(0, 2), (2, 5)]
@@ -208,7 +208,7 @@ def _bucket_edges(n: int, most: int) -> list[tuple[int, int]]:
 
 
 def _running(column: Iterable[float]) -> list[float]:
-    """The sum so far; what is not known adds nothing.
+    """The cumulative sum, without NaN values.
 
     >>> _running([1.0, math.nan, 2.0])
     [1.0, 1.0, 3.0]
@@ -217,7 +217,7 @@ def _running(column: Iterable[float]) -> list[float]:
 
 
 def _filled(column: Iterable[float]) -> list[float]:
-    """A count that only grows, with the last that was known where there is none.
+    """A growing count with NaN replaced by the last known value.
 
     >>> _filled([math.nan, 2.0, math.nan])
     [0.0, 2.0, 2.0]

@@ -1,1 +1,1 @@
-"""The other side: the zygote and the confined processes. Imports the standard library and itself, nothing else."""
+"""The code of the zygote and of the confined processes; it imports only the standard library and itself."""

@@ -1,4 +1,4 @@
-"""A cell of Python → its status, the repr of its last expression, and the traceback of what it raised."""
+"""Runs Python cells: returns the status, the repr of the last expression, and the traceback of an exception."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_FRAMES = 50
 
 
 class OutOfTimeError(BaseException):
-    """The alarm went off; not an Exception, so that a cell's own handlers rarely catch it."""
+    """The cell's alarm went off; not an Exception, so that handlers in the cell rarely catch it."""
 
 
 class OutOfOutputError(BaseException):
@@ -31,7 +31,7 @@ class OutOfOutputError(BaseException):
 
 
 class CappedOutput(io.FileIO):
-    """Standard output or error; stops the cell once the file it goes to is full."""
+    """Standard output or error of a cell; stops the cell once the file is full."""
 
     is_muted = False
 
@@ -47,7 +47,7 @@ class CappedOutput(io.FileIO):
 
 
 class PythonCells:
-    """One namespace, and the cells that ran in it."""
+    """One namespace in which cells run."""
 
     def __init__(self) -> None:
         self.output_bytes = 0
@@ -59,20 +59,20 @@ class PythonCells:
         vars(sys).update(__stdout__=self.streams[0], __stderr__=self.streams[1])
 
     def rehearse(self) -> None:
-        """Run a cell for nothing: what Python makes and settles on the way is there before the first one comes."""
+        """Run an empty cell, so that Python's lazy initialisation happens before the first real one."""
         self.reply({"do": "run", "code": "0", "timeout_s": 1.0})
         self.count = 0
 
     def wait(self, fd: int) -> None:
-        """Nothing is to be done between cells."""
+        """Python needs nothing done between cells."""
 
     def reply(self, request: Mapping[str, Any]) -> Reply:
-        """Do what is asked, under the alarm."""
+        """Run a cell or call a function, with an alarm for its timeout."""
         sys.stdout, sys.stderr = self.streams
         reply: Reply = {}
         try:
             self.is_running = True
-            # Each time: an earlier cell may have put its own in place. The public function goes the long way, by enums.
+            # Set it each time, because a cell may have replaced the handler; `signal.signal` is slower (it uses enums).
             _signal.signal(signal.SIGALRM, self._ring)
             signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
             reply = self._call(request) if request["do"] == "call" else self._run(request["code"])
@@ -107,15 +107,15 @@ class PythonCells:
         text = json.dumps(value).encode()
         size, signs = len(text), outline(text)
         if size > 4 * self.output_bytes:
-            return {"status": "output", "error": f"the value is {size} bytes long; {4 * self.output_bytes} are allowed"}
+            return {"status": "output", "error": f"the value has {size} bytes, more than {4 * self.output_bytes}"}
         lists = signs.count(b"[") + signs.count(b"{")
         if lists >= MAX_LISTS or (lists > DEEPEST and depth(signs) > DEEPEST):
-            why = f"the value has more than {MAX_LISTS} lists and dicts, or more than {DEEPEST} in one another"
+            why = f"the value has more than {MAX_LISTS} lists and dicts, or is nested more than {DEEPEST} deep"
             return {"status": "output", "error": why}
         return {"status": "ok", "value": value}
 
     def _failure(self, error: BaseException) -> Reply:
-        """What a cell that raised has to say."""
+        """The reply for a cell that raised."""
         self._flush()
         if isinstance(error, OutOfTimeError):
             return {"status": "timeout", "error": "it ran out of time"}
@@ -126,11 +126,11 @@ class PythonCells:
         status = "memory" if isinstance(error, MemoryError) else "error"
         try:
             return {"status": status, "error": self._short(_describe(error))}
-        except BaseException:  # an exception can have code of its own
+        except BaseException:  # foreign code: an exception's own __str__
             return {"status": status, "error": type(error).__name__}
 
     def _flush(self) -> None:
-        """Write out what a cell left in the buffers; what does not fit must not turn up in the next cell's output."""
+        """Flush the buffers; what does not fit is dropped, so that it does not appear in the next cell's output."""
         for file, stream in zip(self.files, self.streams, strict=True):
             try:
                 stream.flush()
@@ -142,7 +142,7 @@ class PythonCells:
                 continue
 
     def _short(self, text: str) -> str:
-        """At most as much as may be printed; whatever is not text, with all that JSON cannot say, made so."""
+        """The text cut to the output limit, as a plain `str` without surrogates."""
         text = str.__str__(text)
         if len(text) > self.output_bytes:
             text = f"{text[: self.output_bytes]}... ({len(text)} characters)"
@@ -154,12 +154,12 @@ class PythonCells:
 
 
 def _text(raw: io.FileIO) -> io.TextIOWrapper:
-    """Whole lines are written at once, so that they are there even if the process ends in the middle of the next."""
+    """A line-buffered stream, so that complete lines are written even if the process ends during the next."""
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback, without the frames that are not the cell's."""
+    """The traceback, starting at the cell's first frame."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<cell"):
         trace = trace.tb_next
@@ -167,7 +167,7 @@ def _describe(error: BaseException) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can say it: sets and arrays become lists, and what JSON has no word for its repr.
+    """A value as JSON data: sets and arrays become lists, and other objects their repr.
 
     >>> plain({"a": (1, 2.5), 3: {4}, "c": 1j})
     {'a': [1, 2.5], '3': [4], 'c': '1j'}

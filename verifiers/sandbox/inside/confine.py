@@ -1,4 +1,4 @@
-"""A freshly forked process → one that code can be let loose in: what it sees, what it may use, what it may ask for."""
+"""Confines a freshly forked process: the files it sees, its resource limits, and its system calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from verifiers.sandbox.inside.namespaces import INNER, SCRATCH, World
 STACK = 8 << 20
 ADDRESS_SLACK = 256 << 20
 OPEN_FILES = {"python": 256, "bash": 64}
-"""Of one process. What waits in pipes and sockets is memory that nobody counts, and a shell may have many processes."""
+"""For one process. Data in pipes and sockets uses memory that no limit counts, and a shell may have many processes."""
 PENDING_SIGNALS = 256
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(kw_only=True)
 class Policy:
-    """What the zygote found out once and every session needs."""
+    """What the zygote determines once for all sessions."""
 
     level: str
     readable: list[str]
@@ -36,20 +36,20 @@ class Policy:
     private_memory: int = 256 << 20
 
     def measure(self) -> None:
-        """Note what the zygote itself has mapped: a session's budget comes on top of that."""
+        """Measure the memory that the zygote itself has mapped; a session's budget is added to that."""
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = [int(number) for number in file.read().split()]
         self.address_space, self.private_memory = pages[0] * PAGE, pages[5] * PAGE
 
     def prepare(self) -> None:
-        """Make the filters, and the list of what may be read, before they are needed in a hurry."""
+        """Compute the filters and the readable paths in advance, so that starting a session is fast."""
         if self.level == "reduced":
             self.listable = sorted({os.path.dirname(path) for path in self.hidden})
             self.readable = [path for folder in self.readable for path in _around(folder, self.hidden)]
         self.prepare_filters(may_lock=False)
 
     def prepare_filters(self, *, may_lock: bool) -> None:
-        """``may_lock``: somebody looks at the locks on files that a session asks for."""
+        """Compute the filters; ``may_lock`` if a listener decides about the file locks that sessions request."""
         if self.level == "full":
             for may_fork in (False, True):
                 instructions = seccomp.filter_program(may_fork=may_fork, may_lock=may_lock)
@@ -57,7 +57,7 @@ class Policy:
 
 
 def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
-    """Confine this process, as far as the level goes. An OSError means that nothing may be run in it."""
+    """Confine this process as the level requires. After an OSError, no code may run in it."""
     _be_expendable()
     if policy.world is not None:
         _own_world(policy.world, order)
@@ -69,7 +69,7 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
     if policy.level == "none":
         return
     if policy.landlock:
-        is_full = policy.level == "full"  # then nothing is in sight but what may be read
+        is_full = policy.level == "full"  # then only readable files are mounted
         landlock.restrict(
             version=policy.landlock,
             readable=["/"] if is_full else policy.readable,
@@ -81,19 +81,19 @@ def confine(policy: Policy, order: Mapping[str, Any], home: str) -> None:
         _hand_over(order["handover"])
     if policy.level == "full":
         kernel.seccomp(policy.filters[order["language"] == "bash"])
-    else:  # without a namespace for its processes there is one process, of one thread
+    else:  # without a PID namespace, only one process with one thread is allowed
         instructions = seccomp.filter_program(may_fork=False, may_thread=False, only_pid=os.getpid())
         kernel.seccomp(kernel.program(instructions))
 
 
 def verify(policy: Policy) -> None:
-    """See that the locks hold before anything is promised: some kernels take the orders and do nothing."""
+    """Check that the confinement works: some kernels accept the system calls without effect."""
     try:
         socket.socket().close()
     except PermissionError:
         pass
     else:
-        raise OSError(0, "the filter of system calls has no effect")
+        raise OSError(0, "the seccomp filter has no effect")
     if not policy.landlock:
         return
     try:
@@ -104,7 +104,7 @@ def verify(policy: Policy) -> None:
 
 
 def _around(folder: str, hidden: Sequence[str]) -> list[str]:
-    """All of a folder but what is hidden in it: the folder itself, or else what lies beside that."""
+    """The paths of a folder without those hidden in it: the folder itself, or the siblings of the hidden paths."""
     if folder in hidden:
         return []
     if not any(path.startswith(folder + "/") for path in hidden):
@@ -113,17 +113,17 @@ def _around(folder: str, hidden: Sequence[str]) -> list[str]:
 
 
 def _be_expendable() -> None:
-    """If the machine's memory runs out, let it be this that goes."""
+    """Make this process the first to be killed if the machine runs out of memory."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(fd, b"1000")
         os.close(fd)
-    except OSError:  # a courtesy to the machine, not a part of the isolation
+    except OSError:  # not a part of the isolation
         return
 
 
 def _own_world(world: World, order: Mapping[str, Any]) -> None:
-    """Its own mounts, made by the zygote's user and so out of its reach; then a user of its own, without any power."""
+    """Make the mounts as the zygote's user, so that the session cannot change them; then switch to its own user."""
     kernel.unshare(kernel.NEWNS)
     options = f"size={order['disk']},nr_inodes={order['inodes']},mode=700,uid={world.uid},gid={world.gid}"
     kernel.mount("scratch", SCRATCH, "tmpfs", namespaces.TMPFS_FLAGS, options)
@@ -138,7 +138,7 @@ def _own_world(world: World, order: Mapping[str, Any]) -> None:
 
 
 def _hand_over(handover: int) -> None:
-    """Give the zygote the /proc of this session, to watch it by: later nothing can be sent that way any more."""
+    """Send the zygote this session's /proc, for the monitor; once confined, a process cannot send descriptors."""
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with socket.socket(fileno=handover) as far:
         socket.send_fds(far, [b"P"], [proc])
@@ -146,24 +146,24 @@ def _hand_over(handover: int) -> None:
 
 
 def _be_nobody(uid: int | None) -> None:
-    """Without namespaces: give up root, if that is who this is, for a user that owns nothing."""
+    """Without namespaces: switch from root, if this is root, to a user that owns nothing."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     kernel.drop_capabilities()
     kernel.die_with_parent()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the monitor looks at its open files; no session can reach /proc
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # so that the monitor can read its open files; no session can reach /proc
 
 
 def limits(policy: Policy, order: Mapping[str, Any]) -> list[tuple[int, tuple[int, int]]]:
-    """What an order's session may use: kinds, and how much, within what this process itself may.
+    """The resource limits of an order's session, within the hard limits of this process.
 
-    Private memory is the budget; the address space is looser, and bounds what is shared.
+    RLIMIT_DATA limits private memory to the budget; RLIMIT_AS is looser, and limits shared memory.
     """
     memory = order["memory"]
     wanted = {
-        resource.RLIMIT_CORE: 1,  # not even to a program that takes them over a pipe, which 0 would allow
+        resource.RLIMIT_CORE: 1,  # no core dumps; 0 would still pipe them to a core_pattern program
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
@@ -180,8 +180,8 @@ def _limit(policy: Policy, order: Mapping[str, Any]) -> None:
     for kind, pair in order.get("limits") or limits(policy, order):
         resource.setrlimit(kind, pair)
     processes = order["processes"]
-    if policy.level != "full" and order["uid"] is None:  # the count goes by user, and this user has others
-        if policy.level == "reduced":  # which allows one thread anyway
+    if policy.level != "full" and order["uid"] is None:  # RLIMIT_NPROC counts all processes of the user
+        if policy.level == "reduced":  # its filter allows only one thread anyway
             return
         processes += _tasks_of(os.geteuid())
     resource.setrlimit(resource.RLIMIT_NPROC, _within(resource.RLIMIT_NPROC, processes))
@@ -194,7 +194,7 @@ def _within(kind: int, limit: int) -> tuple[int, int]:
 
 
 def _tasks_of(uid: int) -> int:
-    """How many processes and threads a user has now."""
+    """The current number of processes and threads of a user."""
     count = 0
     for name in os.listdir("/proc"):
         try:

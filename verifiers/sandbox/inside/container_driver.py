@@ -1,6 +1,6 @@
-"""The first process of a container: requests on standard input → cells that are run, files in and out.
+"""The main process of a container: answers requests on standard input to run cells and to read and write files.
 
-It is sent as a text and runs alone, on whatever Python the image has: nothing but the standard library.
+Its source is passed on the command line and runs on the image's Python, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import IO, Any
 WORK, KEPT = os.getcwd(), tempfile.gettempdir()
 STDOUT, STDERR, CELL = (os.path.join(KEPT, name) for name in (".stdout", ".stderr", ".cell"))
 LOOK_S = 0.05
-ENDING_S = 5.0  # that a shell may take to exit
+ENDING_S = 5.0  # for a shell to exit
 
 
 class CellTimeout(BaseException):
-    """The time of a cell is over."""
+    """The timeout of a cell has expired."""
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def listed() -> dict[str, Any]:
 
 
 def outputs(limit: int) -> tuple[str, str, bool]:
-    """What is in the two output files, and whether that is more than may be."""
+    """The content of the two output files, and whether one of them exceeds the limit."""
     texts: list[str] = []
     is_full = False
     for name in (STDOUT, STDERR):
@@ -99,7 +99,7 @@ def result(limit: int, status: str, **more: Any) -> dict[str, Any]:
 
 
 class Cells:
-    """Python, as in a notebook: names live on, and the value of the last line is shown."""
+    """Python cells as in a notebook: names persist, and the value of a last expression is returned."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.limit: int = settings["output"]
@@ -122,18 +122,18 @@ class Cells:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             value = self.execute(code)
-            told: dict[str, Any] = {"status": "ok", "value": None if value is None else repr(value)}
+            outcome: dict[str, Any] = {"status": "ok", "value": None if value is None else repr(value)}
         except CellTimeout:
-            told = {"status": "timeout", "error": f"it ran longer than {seconds:g} s"}
+            outcome = {"status": "timeout", "error": f"it ran longer than {seconds:g} s"}
         except MemoryError:
-            told = {"status": "memory", "error": "it needed more memory than it may have"}
+            outcome = {"status": "memory", "error": "it used more memory than allowed"}
         except BaseException:
-            told = {"status": "error", "error": traceback.format_exc()}
+            outcome = {"status": "error", "error": traceback.format_exc()}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.flush()
         sys.stderr.flush()
-        return result(self.limit, **told)
+        return result(self.limit, **outcome)
 
     def execute(self, code: str) -> Any:
         tree = ast.parse(code, "<cell>")
@@ -145,7 +145,7 @@ class Cells:
 
 
 class Shell:
-    """Bash: its folder and its variables live on, until it exits or runs out of time."""
+    """One bash process: its working folder and variables persist until it exits or a cell times out."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -183,7 +183,7 @@ class Shell:
             self.restart(0)
             return result(self.limit, "timeout", error=f"it ran longer than {seconds:g} s", is_lost=True)
         said = os.read(self.codes, 64).strip() if is_told else b""
-        is_lost = not said  # the cell ended its shell: the pipe may be closed a moment before
+        is_lost = not said  # the cell ended its shell; the pipe may close a moment before the process ends
         exit_code = self.restart(ENDING_S) if is_lost else int(said)
         return result(self.limit, "error" if exit_code else "ok", exit_code=exit_code, is_lost=is_lost)
 

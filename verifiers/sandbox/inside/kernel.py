@@ -1,4 +1,4 @@
-"""What Python has no function for: namespaces, mounts, capabilities, Landlock and seccomp, by way of the C library."""
+"""System calls that Python lacks, through the C library: namespaces, mounts, capabilities, Landlock and seccomp."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _checked(result: int, what: str) -> int:
 def _syscall(name: str, *args: object) -> int:
     number = syscalls.REFUSED.get(name)
     if number is None:
-        raise OSError(38, f"{name} is not known for {syscalls.MACHINE}")
+        raise OSError(38, f"{name} has no known number on {syscalls.MACHINE}")
     return _checked(_libc.syscall(ctypes.c_long(number), *args), name)
 
 
@@ -46,7 +46,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(fd: int, kind: int) -> None:
-    """Enter a namespace that is open as a descriptor."""
+    """Enter the namespace of a descriptor."""
     _checked(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
 
@@ -72,12 +72,12 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Unmount, as soon as nobody uses it."""
+    """Unmount lazily, once the mount is no longer in use."""
     _checked(_libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)), f"umount {target}")
 
 
 def set_hostname(name: str) -> None:
-    """The name of the machine, in this namespace."""
+    """Set the host name in this UTS namespace."""
     _checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
@@ -87,12 +87,12 @@ def prctl(option: int, *values: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends. A change of user takes this back: say it again after one."""
+    """Kill this process when its parent ends. A change of user resets this, so call it again afterwards."""
     prctl(PR_SET_PDEATHSIG, 9)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for this process and all it may ever start."""
+    """Drop all capabilities, for this process and all its descendants."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
             break  # past the last one that the kernel knows
@@ -101,7 +101,7 @@ def drop_capabilities() -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock in this kernel; 0 where there is none."""
+    """The Landlock version of this kernel; 0 if there is none."""
     try:
         return _syscall(
             "landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint(LANDLOCK_CREATE_RULESET_VERSION)
@@ -111,41 +111,41 @@ def landlock_version() -> int:
 
 
 def landlock_ruleset(attributes: bytes) -> int:
-    """A new set of rules, as a descriptor."""
+    """Create a Landlock ruleset and return its descriptor."""
     return _syscall("landlock_create_ruleset", attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
 
 
 def landlock_allow(ruleset: int, fd: int, access: int) -> None:
-    """Add to the rules what may be done below an open file or folder."""
+    """Add a rule to a ruleset: the access allowed on an open file, or below an open folder."""
     rule = struct.pack("=Qi", access, fd)
     kind = ctypes.c_uint(LANDLOCK_RULE_PATH_BENEATH)
     _syscall("landlock_add_rule", ctypes.c_int(ruleset), kind, rule, ctypes.c_uint(0))
 
 
 def landlock_restrict(ruleset: int) -> None:
-    """Hold this process to the rules, for good."""
+    """Apply a ruleset to this process, irrevocably."""
     _syscall("landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint(0))
 
 
 class Program(ctypes.Structure):
-    """A filter as the kernel takes it; holds its instructions."""
+    """A filter as the kernel expects it (``struct sock_fprog``); keeps its instructions alive."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def program(instructions: bytes) -> Program:
-    """A filter of 8-byte instructions."""
+    """A filter from 8-byte instructions."""
     return Program(len(instructions) // 8, instructions)
 
 
 def seccomp(program: Program) -> None:
-    """Filter the calls of all threads of this process, for good."""
+    """Apply a filter to all threads of this process, irrevocably."""
     flags = ctypes.c_uint(SECCOMP_FILTER_FLAG_TSYNC)
     if _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(program)):
-        raise OSError(0, "seccomp: a thread could not be held to the filter")
+        raise OSError(0, "seccomp: the filter could not be applied to all threads")
 
 
 def seccomp_listener(program: Program) -> int:
-    """Add a filter to this process, of one thread; a descriptor that says which calls wait for an answer."""
+    """Add a filter to this single-threaded process; return the descriptor that reports calls waiting for an answer."""
     flags = ctypes.c_uint(SECCOMP_FILTER_FLAG_NEW_LISTENER)
     return _syscall("seccomp", ctypes.c_uint(SECCOMP_SET_MODE_FILTER), flags, ctypes.byref(program))

@@ -1,4 +1,4 @@
-"""Which files may be read and which written → Landlock's rules, as many of them as this kernel knows."""
+"""Landlock rules for the files that may be read and written, as far as this kernel's version supports them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCOPES = 3  # abstract sockets and signals
 def restrict(
     *, version: int, readable: Iterable[str], listable: Iterable[str], writable: Iterable[str], devices: Iterable[str]
 ) -> None:
-    """Hold this process to reading, listing, writing and using these; nothing else can be opened."""
+    """Restrict this process to these files and folders; nothing else can be opened."""
     files = FIRST_VERSION
     for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV)):
         files |= right if version >= since else 0
@@ -44,7 +44,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError, NotADirectoryError):
-        return  # what cannot be reached needs no rule
+        return  # an unreachable path needs no rule
     try:
         is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
         kernel.landlock_allow(ruleset, fd, access if is_folder else access & ON_FILES)

@@ -1,8 +1,8 @@
-"""Locks that programs ask for → locks on their session's own files, and nothing on files that others share.
+"""Allows file locks on a session's own files only; locks on shared files have no effect.
 
-A lock is on the file itself, whoever opened it by whatever mount: one on a library or a device would be seen by other
-sessions, and could keep the machine's own programs waiting. The filter of calls cannot tell files apart, so it has each
-lock wait for the zygote, which can.
+A lock belongs to the inode, whatever the mount: a lock on a library or a device would be visible to other sessions, and
+could block programs of the machine. A seccomp filter cannot distinguish files, so each lock request waits for a
+decision of the zygote.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ GO_ON = 1
 
 
 def listen() -> int:
-    """In the zygote: have all that is forked from here ask for its locks; a descriptor to hear it by, or -1.
+    """In the zygote: make lock requests of all later forks wait for an answer; return the listener's descriptor, or -1.
 
-    There can be only one listener, and what this program runs in may have one already.
+    There can be only one listener, and the surrounding container may already have one.
     """
     try:
         return kernel.seccomp_listener(kernel.program(seccomp.lock_program()))
@@ -32,21 +32,21 @@ def listen() -> int:
 
 
 def answer(listener: int) -> None:
-    """Let one lock be taken if it is on a file of the session's own; else it has no effect.
+    """Answer one lock request: allow it on a file of the session's own; else it succeeds without effect.
 
-    What was looked at is what is locked: the one who asked waits, and only another thread could exchange its file.
+    The checked file is the one that is locked: the caller waits, and only another thread could replace its descriptor.
     """
     try:
         asked = NOTIFICATION.unpack(fcntl.ioctl(listener, RECEIVE, bytes(NOTIFICATION.size)))
         identity, task, descriptor = asked[0], asked[1], asked[6] & 0xFFFFFFFF
         flags = GO_ON if _is_own(task, descriptor) and _is_alone(task) else 0
         fcntl.ioctl(listener, SEND, ANSWER.pack(identity, 0, 0, flags))
-    except OSError:  # who asked has just ended, or was interrupted and asks again
+    except OSError:  # the caller has just ended, or was interrupted and will ask again
         return
 
 
 def _is_own(task: int, descriptor: int) -> bool:
-    """Does the file lie where only this session has its files?"""
+    """Whether the file is on the session's own scratch mount."""
     try:
         return os.stat(f"/proc/{task}/fd/{descriptor}").st_dev == os.stat(f"/proc/{task}/root{SCRATCH}").st_dev
     except OSError:
@@ -54,7 +54,7 @@ def _is_own(task: int, descriptor: int) -> bool:
 
 
 def _is_alone(task: int) -> bool:
-    """Is this the only thread of its process?"""
+    """Whether this is the only thread of its process."""
     try:
         return os.listdir(f"/proc/{task}/task") == [str(task)]
     except OSError:

@@ -1,4 +1,4 @@
-"""Living sessions → those that hold more than they may: the memory and disk that no limit of the kernel's counts."""
+"""Finds sessions that use more memory or disk than allowed, where no kernel limit counts it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ EACH_S = 0.1
 AT_ONCE = 64
 SLACK = 16 << 20
 PIPE_BYTES = 64 << 10
-"""What may wait in a pipe at most, as long as it cannot be made longer."""
+"""The maximum amount of data in a pipe; sessions cannot enlarge pipes."""
 OF_MEMORY = (b"\nRssAnon:", b"\nRssShmem:", b"\nVmSwap:")
 MUCH_OF_STATUS = 4096
 
 
 @dataclass(slots=True)
 class Watched:
-    """A session as the zygote sees it; ``offence`` is what it was ended for.
+    """A session from the zygote's view; ``offence`` is the limit for which it was ended.
 
-    A shell has processes of its own: ``proc`` is the /proc they are seen in, once it has come through ``handover``.
+    A shell has further processes: ``proc`` is the /proc of their namespace, once received through ``handover``.
     """
 
     pid: int
@@ -40,10 +40,10 @@ class Watched:
 
 
 class Monitor:
-    """Looks at the sessions in turn, a few ten times a second, so that thousands cost no more than a few.
+    """Checks up to `AT_ONCE` sessions ten times a second, in turn, so that thousands cost no more than a few.
 
-    Nothing that a session does reaches it: it runs in the zygote. The first process of a shell looks too, and more
-    often, but only while a cell runs; it can end the cell's programs and keep its files, where this ends the session.
+    It runs in the zygote, out of reach of the sessions. The first process of a shell checks too, and more often; it can
+    end the cell's programs and keep its files, whereas the monitor ends the session.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Monitor:
         self._due = 0.0
 
     def offenders(self, sessions: Mapping[int, Watched]) -> list[Watched]:
-        """Those of the next few that are to be ended."""
+        """The sessions to end, among the next few."""
         now = time.monotonic()
         if not sessions or now < self._due:
             return []
@@ -76,7 +76,8 @@ class Monitor:
         if held_memory(self._proc, [str(session.pid)], self._own + memory + SLACK) > self._own + memory + SLACK:
             return "memory"
         if session.proc >= 0:
-            # More than the shell's first process allows, and twice: that is the gentler of the two, and comes first.
+            # The limit is above that of the shell's first process, and must be exceeded twice, so that that one, which
+            # keeps the session, acts first.
             is_over = session_memory(session.proc, memory + 2 * SLACK) > memory + 2 * SLACK
             session.sightings = session.sightings + 1 if is_over else 0
             if session.sightings >= 2:
@@ -88,7 +89,7 @@ class Monitor:
 
 
 def session_memory(proc: int, allowed: int) -> int:
-    """Bytes of memory that all processes of a namespace hold, but the first; ``proc`` is its /proc."""
+    """The memory in bytes of all processes of a namespace except the first; ``proc`` is its /proc."""
     try:
         return held_memory(proc, [name for name in os.listdir(proc) if name.isdigit() and name != "1"], allowed)
     except OSError:  # its first process has ended, and all others with it
@@ -96,7 +97,7 @@ def session_memory(proc: int, allowed: int) -> int:
 
 
 def held_memory(proc: int, pids: Sequence[str], allowed: int) -> int:
-    """Bytes of memory that processes hold. Pipes and sockets are looked at only if they could make it too much."""
+    """The memory in bytes of processes. Pipes and sockets are examined only if they could exceed what is allowed."""
     held = dict(_living(proc, pid) for pid in pids)
     total = sum(held.values())
     opened = {path: _descriptors(proc, path) for path in held}
@@ -104,66 +105,67 @@ def held_memory(proc: int, pids: Sequence[str], allowed: int) -> int:
         return total
     buffers: dict[str, int] = {}
     for path, count in opened.items():
-        # What cannot be looked at, as of a program that nobody may read, counts as the worst it can be.
+        # If the descriptors of a process cannot be read (its program may be unreadable), assume the maximum.
         buffers.update(_buffers(proc, path) or {path: _socket_bytes() * count})
     return total + sum(buffers.values())
 
 
 @functools.cache
 def _socket_bytes() -> int:
-    """What may wait in one socket at most: memory of the kernel's, that no limit counts."""
+    """The maximum amount of data in one socket: kernel memory that no limit counts."""
     near, far = socket.socketpair()
     with near, far:
         return near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def resident_memory(proc: int, pid: str) -> int:
-    """Bytes of memory of a process, with shared memory and what was swapped out; 0 if it is gone."""
+    """The memory in bytes of a process, including shared and swapped memory; 0 if it has ended."""
     return _living(proc, pid)[1]
 
 
 def _living(proc: int, pid: str) -> tuple[str, int]:
-    """Where in /proc a process is seen, and the memory it holds.
+    """The path of a process in /proc, and the memory it holds.
 
-    One whose first thread has ended shows nothing, though its other threads hold it all still: one of them is it then.
+    If the first thread of a process has ended, its status shows no memory, although other threads still hold it: then
+    the path is that of such a thread.
     """
-    held = _said_memory(proc, pid)
+    held = _status_memory(proc, pid)
     if held is not None:
         return pid, held
     for name in _names(proc, f"{pid}/task"):
         path = f"{pid}/task/{name}"
-        if (held := _said_memory(proc, path)) is not None:
+        if (held := _status_memory(proc, path)) is not None:
             return path, held
     return pid, 0
 
 
-def _said_memory(proc: int, path: str) -> int | None:
-    """What the ``status`` of a process or thread says of memory; None where it says nothing."""
+def _status_memory(proc: int, path: str) -> int | None:
+    """The memory in the ``status`` file of a process or thread; None if it contains none."""
     try:
         fd = os.open(f"{path}/status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     except OSError:
         return None
     try:
-        said = os.read(fd, MUCH_OF_STATUS)
+        status = os.read(fd, MUCH_OF_STATUS)
     except OSError:  # it has just ended
         return None
     finally:
         os.close(fd)
-    found = [said[at + len(name) :].split(maxsplit=1) for name in OF_MEMORY if (at := said.find(name)) >= 0]
+    found = [status[at + len(name) :].split(maxsplit=1) for name in OF_MEMORY if (at := status.find(name)) >= 0]
     return sum(int(rest[0]) << 10 for rest in found if rest and rest[0].isdigit()) if found else None
 
 
 def _descriptors(proc: int, path: str) -> int:
-    """How many descriptors a process has open."""
+    """The number of open descriptors of a process."""
     try:
-        # The size of the folder says so since Linux 6.2; before, it is 0.
+        # Since Linux 6.2 this is the size of the folder; before, the size is 0.
         return os.stat(f"{path}/fd", dir_fd=proc).st_size or len(_names(proc, f"{path}/fd"))
     except OSError:
         return 0
 
 
 def _buffers(proc: int, path: str) -> dict[str, int]:
-    """What a process has open, each with the most that may wait in it: nothing in what is no pipe or socket."""
+    """The open files of a process, each with the maximum of data in its buffer: 0 unless it is a pipe or socket."""
     found = {}
     for name in _names(proc, f"{path}/fd"):
         try:

@@ -1,6 +1,7 @@
-"""A fresh process → one in a world of its own: user, process, mount, network and name namespaces, and a bare root.
+"""Moves a process into new user, PID, mount, network, IPC, UTS and cgroup namespaces with a minimal root.
 
-Every namespace but that of a session's own processes, mounts and user is made once, here, and shared by all sessions.
+These are created once, by the zygote, and shared by all sessions; each session adds its own PID, mount and user
+namespaces.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from verifiers.sandbox.inside import kernel
 
 NOBODY = 65534
 INNER = 1000
-"""The user that a session believes to be."""
+"""The user id inside a session."""
 SCRATCH = "/scratch"
 EMPTY = "/.empty"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 LINKS = {
-    "/dev/zero": "/dev/full",  # reads the same; the true one can be mapped, for memory that no limit counts
+    "/dev/zero": "/dev/full",  # reads the same; the real one can be mapped as memory that no limit counts
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "/proc/self/fd/0",
     "/dev/stdout": "/proc/self/fd/1",
@@ -27,7 +28,7 @@ LINKS = {
     "/tmp": f"{SCRATCH}/.tmp",
 }
 NEW_ROOT = "/proc"
-"""Where the new root is put together: a folder that every machine has and none keeps programs in."""
+"""Where the new root is assembled: a folder that every machine has and that contains no programs."""
 PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 TMPFS_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 SHARED = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWCGROUP | kernel.NEWPID
@@ -35,7 +36,7 @@ SHARED = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.N
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where the zygote ended up: its user and group outside, /proc, and the process namespace it forks from."""
+    """The zygote's outer user and group, descriptors of /proc and of the PID namespace it forks from."""
 
     uid: int
     gid: int
@@ -44,10 +45,11 @@ class World:
 
 
 def enter(readable: Sequence[str], hidden: Sequence[str], wait_for: Callable[[int], None]) -> World:
-    """Go into the new world; ``wait_for`` is what each process left behind does until its child ends.
+    """Enter the namespaces; each parent process that remains outside runs ``wait_for`` until its child ends.
 
-    As root the bare root is made first, with root's eyes, and root given up; then, as for everybody else, a user
-    namespace gives just enough power to make the rest. A root without root's powers is like everybody else.
+    As root, first make the minimal root, which may include files that only root can reach, and give up root; then a
+    user namespace gives the capabilities for the rest. Other users, and a root without capabilities, make everything
+    in a user namespace.
     """
     is_root = os.geteuid() == 0 and _exists(NOBODY, "uid_map") and _exists(NOBODY, "gid_map")
     if is_root and _has_power():
@@ -64,14 +66,14 @@ def enter(readable: Sequence[str], hidden: Sequence[str], wait_for: Callable[[in
         _fork_into(wait_for)
         _make_root(readable, hidden)
     if not os.path.exists(os.__file__):
-        raise OSError(0, "this Python lies where only root can read it")
+        raise OSError(0, "only root can read this Python's folder")
     proc = os.open("/proc", os.O_DIRECTORY)
     own_pids = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
     return World(uid=os.geteuid(), gid=os.getegid(), proc=proc, own_pids=own_pids)
 
 
 def _has_power() -> bool:
-    """Leave the machine's namespaces as root does, if this root may."""
+    """Leave the machine's namespaces without a user namespace; False if this root is not permitted to."""
     try:
         kernel.unshare(SHARED)
     except PermissionError:
@@ -84,11 +86,11 @@ def _become_nobody() -> None:
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     kernel.die_with_parent()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or the files that map_user writes to would be root's
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root would own the /proc files that map_user writes to
 
 
 def _new_user(others: int) -> None:
-    """A user namespace, and others that belong to it, in which this user is itself and may do everything."""
+    """Create a user namespace, and others owned by it, in which this user keeps its id and has all capabilities."""
     uid, gid = os.geteuid(), os.getegid()
     proc = os.open("/proc", os.O_DIRECTORY)
     try:
@@ -99,7 +101,7 @@ def _new_user(others: int) -> None:
 
 
 def map_user(proc: int, uid: int, gid: int, inner_uid: int, inner_gid: int) -> None:
-    """Say who this process is in the user namespace it has just made."""
+    """Map this process's user and group in the user namespace it has just created."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inner_uid} {uid} 1"),
@@ -113,14 +115,14 @@ def map_user(proc: int, uid: int, gid: int, inner_uid: int, inner_gid: int) -> N
 
 
 def _exists(number: int, map_name: str) -> bool:
-    """Is there such a user or group here? In a container only some are."""
+    """Whether this user or group id is mapped here; a container maps only some."""
     with open(f"/proc/self/{map_name}", encoding="ascii") as file:
         rows = [[int(field) for field in line.split()] for line in file]
     return any(first <= number < first + count for first, _, count in rows)
 
 
 def _fork_into(wait_for: Callable[[int], None]) -> None:
-    """Become the first process of the namespace just made; what is left behind waits."""
+    """Fork into the new PID namespace as its first process; the parent waits."""
     child = os.fork()
     if child:
         wait_for(child)
@@ -128,7 +130,7 @@ def _fork_into(wait_for: Callable[[int], None]) -> None:
 
 
 def _make_root(readable: Sequence[str], hidden: Sequence[str]) -> None:
-    """A root with nothing in it but programs and libraries, all read-only, a few devices and /proc."""
+    """Make a root that contains only read-only programs and libraries, a few devices and /proc."""
     kernel.set_hostname("sandbox")
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("root", NEW_ROOT, "tmpfs", TMPFS_FLAGS, "size=1m,mode=755")
@@ -140,7 +142,7 @@ def _make_root(readable: Sequence[str], hidden: Sequence[str]) -> None:
         _bind(path)
         kernel.make_read_only(NEW_ROOT + path, is_device=True)
     for path, target in LINKS.items():
-        if not os.path.lexists(NEW_ROOT + path):  # this Python may lie in /tmp
+        if not os.path.lexists(NEW_ROOT + path):  # this Python may be in /tmp
             os.symlink(target, NEW_ROOT + path)
     for path in ("/proc", SCRATCH, "/etc", "/old"):
         os.makedirs(NEW_ROOT + path, exist_ok=True)
@@ -155,7 +157,7 @@ def _make_root(readable: Sequence[str], hidden: Sequence[str]) -> None:
 
 
 def _show(path: str) -> None:
-    """Make a file or folder of the machine visible, to be read only."""
+    """Make a file or folder of the machine visible, read-only."""
     if os.path.islink(path):  # /lib is often a link into /usr
         os.makedirs(os.path.dirname(NEW_ROOT + path), exist_ok=True)
         os.symlink(os.readlink(path), NEW_ROOT + path)
@@ -165,7 +167,7 @@ def _show(path: str) -> None:
 
 
 def _hide(path: str) -> None:
-    """Lay something empty over a file or folder that lies in what is shown."""
+    """Mount an empty file or folder over a visible one."""
     target = NEW_ROOT + path
     if os.path.isdir(target):
         kernel.mount("hidden", target, "tmpfs", TMPFS_FLAGS | kernel.MS_RDONLY, "size=4k,mode=755")

@@ -1,7 +1,7 @@
-"""Requests on a socket → cells run, functions called, files in and out: what a confined process does all its life.
+"""The main loop of a confined process: answers requests to run cells, call functions, and read and write files.
 
-From the first cell on, this shares its interpreter with code that nobody trusts. Nothing here guards against that code:
-the walls are around the process.
+From the first cell on, it shares its interpreter with untrusted code. Nothing here protects against that code: the
+isolation is around the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verifiers.sandbox.inside.shell import BashCells
 from verifiers.sandbox.inside.wire import HEADER, LIST_BYTES, MAX_FILES, framed, unframed
 
 FIRST_BYTES, CHUNK_BYTES = 4096, 1 << 20
-"""A request is read in one go where it is short, as most are."""
+"""The size of the first read, enough for most requests, and the maximum of later reads."""
 UNTIL_SETTLED = 32
 REHEARSAL: tuple[dict[str, Any], ...] = (
     {"do": "run", "code": "def f(x): return x", "timeout_s": 1.0},
@@ -39,13 +39,13 @@ class Cells(Protocol):
 
 
 def serve_session(conn: int, order: Mapping[str, Any], home: str, python: PythonCells) -> NoReturn:
-    """Say that this process is ready, and answer requests until there are no more."""
+    """Send the ready message, and answer requests until the socket closes."""
     _settle_in(home)
     python.output_bytes = order["output"]
     cells: Cells = BashCells(order) if order["language"] == "bash" else python
     os.write(conn, b"R")
     if cells is python and not select.select([conn], [], [], 0)[0]:
-        python.rehearse()  # nobody waits yet: the pages that a cell changes are copied now, and not then
+        python.rehearse()  # no request yet: use the time to copy the pages that a cell modifies
     while True:
         cells.wait(conn)
         request = unframed(_receive(conn))
@@ -54,7 +54,7 @@ def serve_session(conn: int, order: Mapping[str, Any], home: str, python: Python
 
 
 def prepare(home: str, programs: str) -> None:
-    """What all sessions have in common, done before they are forked, for each page of memory they change is copied."""
+    """Set up what all sessions share before they are forked, because each page that they modify is copied."""
     os.environ.clear()
     os.environ.update(
         PATH=f"{programs}:/usr/local/bin:/usr/bin:/bin",
@@ -66,11 +66,11 @@ def prepare(home: str, programs: str) -> None:
         OPENBLAS_NUM_THREADS="1",
     )
     for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
-        del sys.modules[name]  # nothing of this is a cell's to import
+        del sys.modules[name]  # so that cells cannot import it
 
 
 def rehearse(python: PythonCells) -> None:
-    """Do many times what sessions do once: Python rewrites code as it runs, and what it changes is shared no more."""
+    """Run cells many times before forking: Python specialises bytecode as it runs, which would copy shared pages."""
     for _ in range(UNTIL_SETTLED):
         for request in REHEARSAL:
             asked = unframed(framed(request)[HEADER.size :])
@@ -79,17 +79,17 @@ def rehearse(python: PythonCells) -> None:
 
 
 def _settle_in(home: str) -> None:
-    """Numbers of its own, and a home of its own where not all have theirs in the same place."""
+    """Set the session's home folder if it differs from the common one, and give it its own random numbers."""
     if os.environ["HOME"] != home:
         os.environ.update(HOME=home, TMPDIR=home, MPLCONFIGDIR=home)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        numpy_random.seed()  # forks would all draw the same numbers
+        numpy_random.seed()  # otherwise all forks would draw the same numbers
     gc.enable()
 
 
 def _receive(conn: int) -> bytes | bytearray:
-    """One message without its header; the next is sent only when this one is answered."""
+    """One message without its header; the application sends the next only after the reply."""
     received = os.read(conn, FIRST_BYTES)
     while len(received) < HEADER.size:
         received += _more(conn, HEADER.size - len(received))
@@ -133,7 +133,7 @@ def _write(request: Mapping[str, Any], home: str) -> dict[str, Any]:
 
 
 def _read(request: Mapping[str, Any], home: str) -> dict[str, Any]:
-    # Not to wait for whoever may write to a pipe of that name.
+    # O_NONBLOCK, so that opening a FIFO of that name does not wait for a writer.
     fd = os.open(os.path.join(home, request["name"]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if request["offset"]:
@@ -147,7 +147,7 @@ def _read(request: Mapping[str, Any], home: str) -> dict[str, Any]:
 
 
 def _list(request: Mapping[str, Any], home: str) -> dict[str, Any]:
-    """As many names as fit."""
+    """The names of the files, as many as the limits allow."""
     names: list[str] = []
     left = LIST_BYTES
     for folder, folders, files in os.walk(home):

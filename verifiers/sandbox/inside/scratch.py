@@ -1,4 +1,4 @@
-"""A session → a folder of its own: mounted by itself where it can be, and on the machine's disk where it cannot."""
+"""The working folder of a session: a mount of its own if possible, otherwise a folder on the machine's disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Where a session works, and the user it is to become (None: whoever it is)."""
+    """The working folder of a session, and the user it switches to (None: it keeps its user)."""
 
     path: str
     uid: int | None = None
@@ -30,20 +30,20 @@ class Scratch:
 
     @classmethod
     def make(cls, policy: Policy) -> Scratch:
-        """A folder for one session. Under root each gets a user of its own, so that none can touch another."""
+        """A folder for one session. Under root, each session gets its own user, so that it cannot affect others."""
         if policy.world is not None:
             return cls(SCRATCH)
         path = tempfile.mkdtemp(prefix="sandbox-")
         for uid in (FIRST_UID + next(_numbers) % UIDS, NOBODY) if os.geteuid() == 0 else ():
             try:
                 os.chown(path, uid, uid)
-            except OSError:  # in a container such a user may not exist
+            except OSError:  # such a user may not exist in a container
                 continue
             return cls(path, uid, is_on_disk=True)
         return cls(path, None, is_on_disk=True)
 
     def size(self, most: int) -> int:
-        """Bytes and files in it, a file counting as one page at least; stops counting past ``most``."""
+        """The size of its files in bytes, at least one page per file; stops counting above ``most``."""
         total, folders = 0, [self.path]
         while folders and total <= most:
             try:
@@ -55,25 +55,25 @@ class Scratch:
                             folders.append(entry.path)
                         if total > most:
                             break
-            except OSError:  # just removed, or too deep to name
+            except OSError:  # just removed, or its path is too long
                 continue
         return total
 
     def nameless_size(self, pid: int, most: int) -> int:
-        """Bytes of files that the session has deleted and still open; one that is only mapped counts as a full disk."""
+        """The size of files that the session deleted but holds open; one that is only mapped counts as a full disk."""
         device = os.stat(self.path).st_dev
         with _as_user(self.uid):
             try:
                 opened = _deleted_files(f"/proc/{pid}/fd", device)
                 with open(f"/proc/{pid}/maps", "rb") as maps:
                     deleted = [line.split(maxsplit=5) for line in maps if line.endswith(b" (deleted)\n")]
-            except OSError:  # it has just ended, or is not confined yet
+            except OSError:  # the process has just ended, or is not confined yet
                 return 0
         mapped = {int(row[4]) for row in deleted if row[5].startswith(os.fsencode(self.path))}
         return sum(opened.values()) + most * len(mapped - opened.keys())
 
     def remove(self) -> None:
-        """Delete the folder, however deep it has been made; its session has ended."""
+        """Delete the folder, however deeply nested, after its session has ended."""
         if not self.is_on_disk:
             return
         try:
@@ -85,7 +85,7 @@ class Scratch:
 
 
 def _deleted_files(folder: str, device: int) -> dict[int, int]:
-    """Of the descriptors in a folder of /proc: the files of a device that have no name any more, and their sizes."""
+    """The sizes by inode of deleted files on a device that descriptors in a folder of /proc hold open."""
     found = {}
     for name in os.listdir(folder):
         try:
@@ -99,7 +99,7 @@ def _deleted_files(folder: str, device: int) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _as_user(uid: int | None) -> Iterator[None]:
-    """Be the session's user, as a root without all of root's powers has to, to look at its process."""
+    """Switch to the session's user: a root without all capabilities can read its process only as that user."""
     if uid is None:
         yield
         return

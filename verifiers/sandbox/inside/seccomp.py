@@ -1,7 +1,7 @@
-"""Which calls a session may make → the filter program that holds it to them.
+"""Builds the seccomp filter for the system calls that a session may make.
 
-An allow-list: what is not known answers that it does not exist (so that libraries fall back to what does), what is
-known to be dangerous answers that it is not permitted, and calls of another architecture end the process.
+It is an allow-list: unknown calls fail with ENOSYS (so that libraries fall back to others), calls known to be dangerous
+fail with EPERM, and calls of another architecture kill the process.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
 CLONE_NAMESPACES = 0x7E020000
 AF_UNIX = 1
-# Not on the list: to have a signal sent to any process, leases and notes on files, more memory for a pipe, hints.
+# Left out: signals to any process (F_SETOWN, F_SETSIG), leases and notifications, larger pipes, write hints.
 FCNTL_HARMLESS = (0, 1, 2, 3, 4, 5, 9, 11, 16, 36, 1025, 1027, 1028, 1030, 1032, 1033, 1034, 1035)
 FCNTL_PROCESS_LOCKS, FCNTL_LOCKS = (6, 7), (37, 38)
 FIRST_PROCESS = 1
-CLOSE_RANGE_HARMLESS = (0, 4)  # to close, now or at the next program; not to have descriptors of one's own
+CLOSE_RANGE_HARMLESS = (0, 4)  # close now or on exec; not CLOSE_RANGE_UNSHARE
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-PRCTL_HARMLESS = (3, 15, 16, 21, 23, 27, 30, 39, 0x53564D41)  # get or set names, and questions
+PRCTL_HARMLESS = (3, 15, 16, 21, 23, 27, 30, 39, 0x53564D41)  # get or set names, and queries
 PERSONALITY_QUESTIONS = (0, 0xFFFFFFFF)
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 
 Instruction = tuple[int, int, int, int]
 Body = tuple[Instruction, ...]
-"""What is done about a call; it ends in a verdict on every path."""
+"""The instructions for one call; every path ends in a verdict."""
 
 
 def fail(number: int) -> int:
-    """The verdict: the call is not made, and this error is its answer."""
+    """The verdict that the call is not made and fails with this errno."""
     return FAIL | number
 
 
 NO_EFFECT = fail(0)
-"""The call says that it succeeded, and does nothing."""
+"""The call does nothing and returns success."""
 
 
 def always(verdict: int) -> Body:
-    """The same verdict whatever is asked for."""
+    """The same verdict for all arguments."""
     return ((RETURN, 0, 0, verdict),)
 
 
 def filter_program(
     *, may_fork: bool, may_thread: bool = True, may_lock: bool = False, only_pid: int | None = None
 ) -> bytes:
-    """The program for one kind of session. ``only_pid``: it has no namespaces, and may touch this one process only.
+    """The program for one kind of session. ``only_pid``: without namespaces, calls may concern only this process.
 
-    ``may_lock``: another filter (`lock_program`) has somebody look at its locks on files; else they have no effect.
+    ``may_lock``: another filter (`lock_program`) passes file locks to a listener; else they have no effect.
 
     >>> len(filter_program(may_fork=False)) % 8
     0
@@ -86,7 +86,7 @@ def filter_program(
 
 
 def spans(bodies: Mapping[int, Body], otherwise: Body) -> list[tuple[int, Body]]:
-    """All numbers there are, as stretches with the same body: where each begins, and what it is.
+    """All call numbers as ranges with the same body: the start of each range, and its body.
 
     >>> [start for start, _ in spans({1: always(ALLOW), 2: always(ALLOW), 7: always(ALLOW)}, always(KILL))]
     [0, 1, 3, 7, 8]
@@ -99,30 +99,30 @@ def spans(bodies: Mapping[int, Body], otherwise: Body) -> list[tuple[int, Body]]
     return found
 
 
-def search(stretches: Sequence[tuple[int, Body]]) -> list[Instruction]:
-    """A binary search: the kernel runs this for every call, and for all numbers once when it is installed."""
-    if len(stretches) == 1:
-        return list(stretches[0][1])
-    middle = len(stretches) // 2
-    below, above = search(stretches[:middle]), search(stretches[middle:])
-    start = stretches[middle][0]
+def search(ranges: Sequence[tuple[int, Body]]) -> list[Instruction]:
+    """A binary search over ranges: the kernel runs it for every call, and for all numbers once at installation."""
+    if len(ranges) == 1:
+        return list(ranges[0][1])
+    middle = len(ranges) // 2
+    below, above = search(ranges[:middle]), search(ranges[middle:])
+    start = ranges[middle][0]
     if len(below) <= FARTHEST:
         return [(JUMP_AT_LEAST, len(below), 0, start), *below, *above]
     return [(JUMP_AT_LEAST, 0, 1, start), (JUMP, 0, 0, len(below)), *below, *above]
 
 
 def by_argument(*, may_fork: bool, may_thread: bool, may_lock: bool, only_pid: int | None) -> dict[str, Body]:
-    """The calls whose verdict depends on what they ask for."""
+    """The calls whose verdict depends on their arguments."""
     no = fail(errno.EPERM)
     locks = ALLOW if may_lock else NO_EFFECT
     bodies = {
         "clone": clone(may_fork=may_fork, may_thread=may_thread),
         "socketpair": only(0, (AF_UNIX,), fail(errno.EAFNOSUPPORT)),
         "close_range": only(2, CLOSE_RANGE_HARMLESS, fail(errno.EINVAL)),
-        # A lock of a process keeps out other processes only: where there is one, with files of its own, none.
+        # A process lock excludes only other processes: without forks there are none, so it may have no effect.
         "fcntl": fcntl(locks, of_process=locks if may_fork else NO_EFFECT),
         "flock": always(locks),
-        # Advice on files that all share would drop what others have in memory: it is only advice.
+        # Advice on shared files could drop pages that others have cached; ignoring it is always valid.
         "fadvise64": always(NO_EFFECT),
         "readahead": always(NO_EFFECT),
         "ioctl": only(1, TERMINAL_QUERIES, fail(errno.ENOTTY)),
@@ -130,7 +130,7 @@ def by_argument(*, may_fork: bool, may_thread: bool, may_lock: bool, only_pid: i
         "mmap": mmap(),
         "personality": only(0, PERSONALITY_QUESTIONS, no),
     }
-    if may_fork:  # the first process of a shell's namespace is the one that watches over it
+    if may_fork:  # the first process of a shell's namespace monitors it, and must not be changed
         bodies["prlimit64"] = only(0, (0,), no)
         bodies["sched_setaffinity"] = never(0, (FIRST_PROCESS,), no)
     if only_pid is not None:
@@ -144,7 +144,7 @@ def by_argument(*, may_fork: bool, may_thread: bool, may_lock: bool, only_pid: i
 
 
 def clone(*, may_fork: bool, may_thread: bool) -> Body:
-    """New processes and threads, and never a namespace."""
+    """Allow new processes or threads as configured, but no namespaces."""
     if not may_thread:
         return always(fail(errno.EAGAIN))
     no_namespace: Body = (
@@ -153,8 +153,8 @@ def clone(*, may_fork: bool, may_thread: bool) -> Body:
         (RETURN, 0, 0, fail(errno.EPERM)),
     )
     no_process: Body = ((JUMP_ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, fail(errno.EPERM)))
-    # Threads share their descriptors and processes do not: a thread's own would not be seen by who counts them, and
-    # a process could exchange one that is just being looked at.
+    # Threads must share descriptors, because the monitor would not count a separate table; processes must not, because
+    # one could replace a descriptor of another while it is checked.
     alike: Body = (
         (AND, 0, 0, CLONE_THREAD | CLONE_FILES),
         (JUMP_EQUAL, 2, 0, 0),
@@ -165,13 +165,13 @@ def clone(*, may_fork: bool, may_thread: bool) -> Body:
 
 
 def fcntl(locks: int, *, of_process: int) -> Body:
-    """What does no harm, and locks on files by verdicts of their own."""
+    """Allow harmless commands; process locks and file locks have their own verdicts."""
     of_both = (*_compare(1, FCNTL_PROCESS_LOCKS, of_process), *_compare(1, FCNTL_LOCKS, locks))
     return (*of_both, *only(1, FCNTL_HARMLESS, fail(errno.EPERM)))
 
 
 def lock_program() -> bytes:
-    """A filter for whoever forks sessions: all locks on files wait for an answer.
+    """The filter for the zygote: all file locks of its forks wait for an answer.
 
     >>> len(lock_program()) < len(filter_program(may_fork=True))
     True
@@ -190,7 +190,7 @@ def lock_program() -> bytes:
 
 
 def mmap() -> Body:
-    """No shared memory without a file: what of it is unmapped in part stays taken, and no limit counts that."""
+    """Refuse anonymous shared memory: if it is partly unmapped, the pages stay allocated, and no limit counts them."""
     no = (RETURN, 0, 0, fail(errno.EPERM))
     return (
         (LOAD, 0, 0, ARGUMENTS + 8 * 3),
@@ -204,15 +204,15 @@ def mmap() -> Body:
 
 
 def only(index: int, values: Iterable[int], otherwise: int) -> Body:
-    """Allowed with one of these values as an argument."""
+    """Allow the call if an argument has one of these values."""
     return (*_compare(index, values, ALLOW), (RETURN, 0, 0, otherwise))
 
 
 def never(index: int, values: Iterable[int], verdict: int) -> Body:
-    """Allowed unless an argument has one of these values."""
+    """Allow the call unless an argument has one of these values."""
     return (*_compare(index, values, verdict), (RETURN, 0, 0, ALLOW))
 
 
 def _compare(index: int, values: Iterable[int], verdict: int) -> Body:
-    load = (LOAD, 0, 0, ARGUMENTS + 8 * index)  # the low half: the kernel takes these as 32 bits
+    load = (LOAD, 0, 0, ARGUMENTS + 8 * index)  # the low half: these arguments have 32 bits
     return (load, *(part for value in values for part in ((JUMP_EQUAL, 0, 1, value), (RETURN, 0, 0, verdict))))

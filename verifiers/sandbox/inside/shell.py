@@ -1,4 +1,4 @@
-"""A cell of bash → its exit code: one shell lives on from cell to cell, and everything it started can be ended."""
+"""Runs bash cells in one persistent shell, and can end every process that they started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifiers.sandbox.inside.monitor import SLACK, session_memory
 
 SHELLS = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
 CELLS, CODES = 9, 8
-# Reads a cell up to a null byte, runs it, and writes its exit code; the cell sees neither of the two pipes.
+# Reads a cell up to a null byte, runs it without the two pipes, and writes its exit code.
 LOOP = f"""
 while IFS= read -r -d '' -u {CELLS} cell; do
   eval "$cell" {CELLS}<&- {CODES}>&- </dev/null
@@ -22,17 +22,17 @@ done
 """
 TICK_S, LEAST_TICK_S = 0.05, 0.004
 FASTEST = 4 << 30
-"""Bytes a second that all programs together can take: how soon to look again follows from what is left to them."""
+"""Bytes per second that all programs together can allocate; the time until the next check follows from it."""
 LONGEST_CODE = 16
 OWN_HANDLERS = (signal.SIGINT, signal.SIGALRM)
 BACK_TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 
 
 class BashCells:
-    """The shell, and the processes it left behind; this process is the first of its namespace and above them all.
+    """The shell and its background processes; this process is the first of their PID namespace.
 
-    No program in it can replace, stop or trace this one. So it keeps the time of a cell and watches the memory of all,
-    whatever becomes of the shell: a cell may put another program in its place (``exec``), stop it or leave it.
+    No program in the namespace can replace, stop or trace this process. So it enforces timeouts and memory limits,
+    whatever happens to the shell: a cell may replace it (``exec``), stop it or exit it.
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
@@ -43,18 +43,18 @@ class BashCells:
         self.shell = 0
         self.cells = self.codes = self.pidfd = -1
         self.exit_code: int | None = None
-        for number in OWN_HANDLERS:  # the first process of a namespace is sent only what it has a handler for
+        for number in OWN_HANDLERS:  # the first process of a namespace receives only signals that it has handlers for
             signal.signal(number, signal.SIG_DFL)
 
     def wait(self, fd: int) -> None:
-        """Until the next request: see that what was left in the background does not take too much."""
+        """Wait for the next request, and check the memory of background processes meanwhile."""
         while not select.select([fd], [], [], self._until_look_s() if self._has_background() else None)[0]:
             self._check_memory()
 
     def reply(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one cell in the shell; says so if that had to be a new one."""
+        """Run one cell in the shell; ``is_fresh`` if a new shell had to be started."""
         self._bury()
-        if self.exit_code is not None:  # something that was left in the background ended it
+        if self.exit_code is not None:  # a background process ended it
             self._forget_shell()
         is_fresh = not self.shell
         if is_fresh:
@@ -67,7 +67,7 @@ class BashCells:
         said, sources = b"", [self.pidfd, self.codes]
         while b"\n" not in said:
             if self._check_memory():
-                return {"status": "memory", "error": "it took more memory than it may"}
+                return {"status": "memory", "error": "it used more memory than allowed"}
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self._end_all()
@@ -80,7 +80,7 @@ class BashCells:
             if self.codes in readable:
                 chunk = self._read_code()
                 if chunk is None:
-                    sources.remove(self.codes)  # the shell has ended, or is another program now
+                    sources.remove(self.codes)  # the shell has ended, or was replaced by another program
                 said = (said + (chunk or b""))[-LONGEST_CODE:]
             self._bury()
             if self.exit_code is not None and self.codes not in readable:
@@ -92,7 +92,7 @@ class BashCells:
         shell = next((path for path in SHELLS if os.path.exists(path)), SHELLS[0])
         cells_out, self.cells = os.pipe()
         self.codes, codes_in = os.pipe()
-        for fd in (self.cells, self.codes):  # a program of the cell's can open both, and be quicker
+        for fd in (self.cells, self.codes):  # a program in the cell can open both and read first
             os.set_blocking(fd, False)
         self.shell = os.posix_spawn(
             shell,
@@ -110,24 +110,24 @@ class BashCells:
             return unsent[os.write(self.cells, unsent) :]
         except BlockingIOError:
             return unsent
-        except BrokenPipeError:  # nobody reads cells any more
+        except BrokenPipeError:  # the shell no longer reads cells
             return b""
 
     def _read_code(self) -> bytes | None:
-        """Part of an exit code; nothing at all once nobody can write one any more."""
+        """Part of an exit code; None once the pipe has no writers."""
         try:
             return os.read(self.codes, LONGEST_CODE) or None
         except BlockingIOError:
             return b""
 
     def _gone(self) -> dict[str, Any]:
-        """The cell ended the shell (``exit 3``), or what it had put in its place: the next one starts another."""
+        """The cell ended the shell (``exit 3``) or the program that replaced it: the next cell starts a new shell."""
         code = self.exit_code or 0
         self._forget_shell()
         return _outcome(code)
 
     def _bury(self) -> None:
-        """Reap what has ended; orphans are this process's too."""
+        """Reap processes that have ended, including orphans."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.shell:
@@ -140,9 +140,9 @@ class BashCells:
         return sum(name.isdigit() for name in os.listdir("/proc")) > (2 if self.shell else 1)
 
     def _check_memory(self) -> bool:
-        """End all if they hold too much together; each alone is held by a limit of its own.
+        """End all processes if they use too much memory in total; each alone has a kernel limit.
 
-        Too much is what was seen twice: a program that is about to start another counts double for a moment.
+        The limit must be exceeded in two checks, because a process that forks is counted twice for a moment.
         """
         if self._until_look_s() > 0:
             return False
@@ -158,7 +158,7 @@ class BashCells:
         return max(0.0, self.looks_at - time.monotonic())
 
     def _end_all(self) -> None:
-        """Everything in this namespace but this process itself."""
+        """Kill everything in this namespace except this process."""
         try:
             os.kill(-1, signal.SIGKILL)
             while True:
@@ -175,7 +175,7 @@ class BashCells:
 
 
 def _outcome(code: int) -> dict[str, Any]:
-    """A shell says 128 + the signal where a signal ended the command."""
+    """The reply for an exit code; a signal becomes 128 + its number, as in a shell."""
     code = code if code >= 0 else 128 - code
     if code == 0:
         return {"status": "ok", "exit_code": 0}

@@ -1,4 +1,4 @@
-"""The numbers of the system's calls, as ``name:x86_64:aarch64``, in groups of what a session may do with them."""
+"""System call numbers as ``name:x86_64:aarch64``, grouped by whether a session may make the calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MACHINES = ("x86_64", "aarch64")
 
 
 def _group(table: str) -> dict[str, int]:
-    """The calls of this machine; ``-`` stands where an architecture does not have one."""
+    """The calls on this machine; ``-`` means that an architecture does not have the call."""
     if MACHINE not in MACHINES:
         return {}
     column = 1 + MACHINES.index(MACHINE)
@@ -26,7 +26,7 @@ mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 sy
 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43 fstatfs:138:44 newfstatat:262:79 statx:332:291 mknod:133:-
 mknodat:259:33 sendfile:40:71 copy_file_range:326:285 fsync:74:82 fdatasync:75:83
 """)
-# Landlock does not look at these, so where it is the only lock on files they are refused.
+# Landlock does not cover these, so they are refused at the reduced level, where only Landlock protects files.
 FILE_ATTRIBUTES = _group("""
 chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:- fchownat:260:54
 truncate:76:45 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88 getxattr:191:8 lgetxattr:192:9

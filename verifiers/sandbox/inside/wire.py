@@ -1,4 +1,4 @@
-"""Requests and replies → bytes on a socket, and back: JSON behind its length. Both sides use it."""
+"""Encodes and decodes requests and replies on the socket, as length-prefixed JSON. Both sides use it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 HEADER = struct.Struct("<I")
 MAX_FILES, LIST_BYTES = 10_000, 1 << 20
-"""The most names of files that are listed, and the length of that list."""
+"""The maximum number of listed file names, and the maximum length of that list."""
 PIECE_BYTES = 256 << 10
-"""A file is read in pieces of this many bytes."""
+"""Files are read in pieces of this many bytes."""
 MAX_LISTS, DEEPEST = 100_000, 200
-"""The most lists and objects in a value, and how deep they may lie in one another: more breaks who writes it down."""
-# Matches whatever follows a quotation mark, to the end of the message if need be, and never goes back.
+"""The maximum number and depth of lists and objects in a value; more would exceed limits of later encoders."""
+# Matches from a quotation mark to its end, or to the end of the message, without backtracking.
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _DECODER, _ENCODER = json.JSONDecoder(), json.JSONEncoder()
@@ -29,13 +29,13 @@ def framed(message: Mapping[str, Any]) -> bytes:
     >>> framed({"do": "run", "timeout_s": 1.5})[HEADER.size :]
     b'{"do": "run", "timeout_s": 1.5}'
     """
-    fields = [f'"{name}": {_said(value)}' for name, value in message.items()]
+    fields = [f'"{name}": {_encoded(value)}' for name, value in message.items()]
     text = f"{{{', '.join(fields)}}}".encode()
     return HEADER.pack(len(text)) + text
 
 
 def unframed(message: bytes | bytearray) -> Any:
-    """What a message without its header says; a ValueError if it is not JSON, and nothing but that.
+    """The value of a message without its header; ValueError if it is not exactly one JSON value.
 
     >>> unframed(framed({"value": [None, "é"]})[HEADER.size :])
     {'value': [None, 'é']}
@@ -48,7 +48,7 @@ def unframed(message: bytes | bytearray) -> Any:
 
 
 def outline(message: bytes | bytearray) -> bytes:
-    """JSON without its texts: what it is made of, before anything is made of it.
+    """JSON without its strings, to measure its structure before decoding it.
 
     >>> outline(b'{"a": [1, "]", {}]}')
     b'{: [1, , {}]}'
@@ -57,7 +57,7 @@ def outline(message: bytes | bytearray) -> bytes:
 
 
 def depth(signs: bytes) -> int:
-    """How deep an outline is nested.
+    """The nesting depth of an outline.
 
     >>> depth(outline(b'{"a": [1, "]", {}]}'))
     3
@@ -66,8 +66,8 @@ def depth(signs: bytes) -> int:
     return max(accumulate(1 if sign in b"[{" else -1 for sign in brackets), default=0)
 
 
-def _said(value: Any) -> str:
-    """JSON of a value; texts and numbers, as most are, without the encoder's preparations for what holds others."""
+def _encoded(value: Any) -> str:
+    """The JSON of a value; numbers, which are frequent, without the overhead of the encoder."""
     kind = type(value)
     if kind is int or (kind is float and isfinite(value)):
         return repr(value)

@@ -1,7 +1,7 @@
-"""Orders on a socket → confined processes: the first process of the sandbox, exec'ed clean; all others are its forks.
+"""The zygote: a freshly executed process that forks a confined process for each order on its socket.
 
-It lives as long as the application does: when the application's end of the socket closes, or the application itself
-ends in any way, so does this, and everything forked from it.
+It ends, with everything forked from it, when the application's end of the socket closes or the application ends in any
+way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(config: Mapping[str, Any]) -> None:
         os._exit(1)
     wanted, reasons = config["level"], []
     if syscalls.MACHINE not in syscalls.MACHINES:
-        reasons.append(f"the processor is {syscalls.MACHINE}, and only {' and '.join(syscalls.MACHINES)} are known")
+        reasons.append(f"the processor is {syscalls.MACHINE}, but only {' and '.join(syscalls.MACHINES)} are supported")
         wanted = wanted or "none"
     if wanted in (None, "full"):
         reasons.append(_try_full(config, client))
@@ -79,7 +79,7 @@ def _policy(level: str, config: Mapping[str, Any], world: namespaces.World | Non
 
 
 def _try_full(config: Mapping[str, Any], client: int) -> str:
-    """Serve at the full level in a child, if that can be; only otherwise come back, with the reason."""
+    """Serve at the full level in a child and never return; if that is impossible, return the reason."""
     came, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -94,7 +94,7 @@ def _try_full(config: Mapping[str, Any], client: int) -> str:
             os.write(told, (error.strerror or str(error)).encode())
             os._exit(1)
         os.close(told)
-        zygote.serve([] if policy.landlock else ["this kernel has no Landlock, a second lock on files"])
+        zygote.serve([] if policy.landlock else ["this kernel has no Landlock, a second protection of files"])
     os.close(told)
     with open(came, "rb") as pipe:
         reason = pipe.read().decode(errors="replace")
@@ -105,7 +105,7 @@ def _try_full(config: Mapping[str, Any], client: int) -> str:
 
 
 def _try_reduced(policy: Policy) -> str | None:
-    """Does a process come out confined without namespaces? The reason, if not."""
+    """Try to confine a process without namespaces; the reason if that fails, else None."""
     if not policy.landlock:
         return "this kernel has no Landlock"
     came, told = os.pipe()
@@ -127,14 +127,14 @@ def _try_reduced(policy: Policy) -> str | None:
 
 
 def _wait_for(child: int, client: int) -> NoReturn:
-    """What a process that only stands above a namespace does: end with its child, or with the application."""
+    """In a process that is only the parent of a namespace: wait, and end with the child or with the application."""
     watched = sorted((os.pidfd_open(child), client))
     _close_all_but(watched)
     poll = select.poll()
     for fd in watched:
         poll.register(fd, select.POLLIN)
     poll.poll()
-    os._exit(0)  # the child is told to end with this
+    os._exit(0)  # the child dies with this process (PR_SET_PDEATHSIG)
 
 
 def _say_hello(control: int, policy: Policy, reasons: list[str]) -> None:
@@ -143,7 +143,7 @@ def _say_hello(control: int, policy: Policy, reasons: list[str]) -> None:
 
 
 class Zygote:
-    """Forks a confined process for each order, tells the application which it is, and says how each ended."""
+    """Forks a confined process for each order, and reports to the application how each one ended."""
 
     def __init__(self, policy: Policy, client: int, packages: list[str]) -> None:
         self.policy = policy
@@ -164,7 +164,7 @@ class Zygote:
         prepare(namespaces.SCRATCH, policy.programs)
 
     def self_test(self) -> None:
-        """Confine one process for nothing, before anything is promised."""
+        """Confine one process as a test; OSError if that fails."""
         near, far = socket.socketpair()
         nothing = os.open("/dev/null", os.O_RDWR)
         with near, far:
@@ -185,18 +185,18 @@ class Zygote:
     def serve(self, reasons: list[str]) -> NoReturn:
         """Say hello, and take orders until the application is gone."""
         if self.policy.world is None and os.geteuid() == 0 and not _is_readable_by_all(os.__file__):
-            reasons.append("this Python lies where only root can read it, so cells can import only what is preloaded")
+            reasons.append("only root can read this Python's folder, so cells can import only preloaded modules")
             preload(IF_UNREADABLE.split())
         preload(self.packages)
         os.dup2(CONTROL, 2)
-        self.python = PythonCells()  # on 1 and 2, whatever these are in each session
+        self.python = PythonCells()  # writes to descriptors 1 and 2, which are different files in each session
         rehearse(self.python)
         _spare_locks(self.policy)
         self.policy.measure()
         gc.collect()
         gc.freeze()
         gc.disable()
-        if self.policy.level == "full":  # after the packages, which may lock what they like
+        if self.policy.level == "full":  # after importing packages, which may lock any files
             self.listener = locks.listen()
             self.policy.prepare_filters(may_lock=self.listener >= 0)
         _say_hello(self.control.fileno(), self.policy, reasons)
@@ -208,7 +208,7 @@ class Zygote:
                 os.kill(session.pid, signal.SIGKILL)
 
     def _serve_once(self, ready: list[tuple[int, int]]) -> None:
-        """Programs that wait, then the dead, then orders: so no descriptor is closed and used again in between."""
+        """Handle lock requests, then ended sessions, then orders, so that no descriptor is reused within one round."""
         for fd, _ in ready:
             if fd == self.listener:
                 locks.answer(fd)
@@ -247,7 +247,7 @@ class Zygote:
             self.poll.register(session.handover, select.EPOLLIN)
 
     def _take_over(self, session: Watched) -> None:
-        """A shell hands over its /proc; if none comes, it could not be watched."""
+        """Receive a shell's /proc; without it the shell cannot be monitored, so it is killed."""
         assert session.handover is not None
         _, fds, _, _ = socket.recv_fds(session.handover, 1, 1, socket.MSG_CMSG_CLOEXEC)
         session.proc = fds[0] if fds else -1
@@ -263,7 +263,7 @@ class Zygote:
             session.handover = None
 
     def _read(self, message: bytes) -> Mapping[str, Any]:
-        """An order, with what follows from it; most are the same as one before."""
+        """An order with its resource limits; cached, because most orders are equal to an earlier one."""
         if message not in self.orders:
             if len(self.orders) == MOST_ORDERS:
                 self.orders.clear()
@@ -272,7 +272,7 @@ class Zygote:
         return self.orders[message]
 
     def _fork(self, order: Mapping[str, Any], fds: list[int]) -> Watched:
-        """One process for one order; in a namespace of its own for processes, where it is the first."""
+        """Fork one process for an order; at the full level it is the first process of a new PID namespace."""
         scratch = Scratch.make(self.policy)
         order = {**order, "uid": scratch.uid}
         world = self.policy.world
@@ -300,7 +300,7 @@ class Zygote:
         return Watched(pid=pid, pidfd=pidfd, conn=fds[0], order=order, scratch=scratch, handover=near)
 
     def _be_session(self, order: Mapping[str, Any], fds: list[int], home: str) -> NoReturn:
-        """Keep the session's own descriptors only, be confined, and serve; there is no way back from here."""
+        """In the child: close all other descriptors, confine this process, and serve the session; never returns."""
         conn = fds[0]
         try:
             others = {order["handover"]} if "handover" in order else set()
@@ -312,14 +312,14 @@ class Zygote:
             if "is_test" in order:
                 verify(self.policy)
             serve_session(conn, order, home, self.python)
-        except Exception as error:  # nothing may go on after a failure here, of whatever kind
+        except Exception as error:  # after any failure here the process must end
             why = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             _tell(conn, b"E" + _framed(why.encode()))
         finally:
             os._exit(70)
 
     def _bury(self, pidfd: int) -> None:
-        """A session has ended: say how, on its own socket, and clear up after it."""
+        """Reap a session that has ended, report how on its socket, and clean up."""
         session = self.sessions.pop(pidfd)
         _, status = os.waitpid(session.pid, 0)
         number = os.waitstatus_to_exitcode(status)
@@ -334,7 +334,7 @@ class Zygote:
         session.scratch.remove()
 
     def _end(self) -> NoReturn:
-        """The application is gone: so is everything here."""
+        """The application has ended: end all sessions, then this process."""
         for session in self.sessions.values():
             os.kill(session.pid, signal.SIGKILL)
         for session in self.sessions.values():
@@ -344,11 +344,11 @@ class Zygote:
 
 
 def _keep(fds: list[int], others: set[int]) -> int:
-    """Input is empty, output goes to the two files, and of all else only the socket stays, and others for now."""
+    """Redirect standard input to /dev/null and output to the two files; close all but the socket and ``others``."""
     conn, out, err = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
-    # Opened anew: the flags of what all have in common could be changed by one and read by another.
+    # Open it again: sessions that shared one open file could communicate through its flags.
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
     _close_all_but(sorted({0, 1, 2, conn} | others))
@@ -357,14 +357,14 @@ def _keep(fds: list[int], others: set[int]) -> int:
 
 def _close_all_but(kept: list[int]) -> None:
     for before, after in zip([-1, *kept], [*kept, 1 << 20], strict=True):
-        if before + 1 < after:  # to closerange, nothing up to 0 means everything
+        if before + 1 < after:  # closerange(0, 0) would close everything
             os.closerange(before + 1, after)
 
 
 def _spare_locks(policy: Policy) -> None:
-    """After a fork, threading makes the locks of other threads anew: many pages for nothing where there is one thread.
+    """Disable threading's work after a fork, which recreates locks and so copies many pages, if there is one thread.
 
-    A cell of Python cannot fork, so that nobody else needs it; without isolation it can.
+    A Python cell cannot fork, so it does not need this either; except without isolation, where it can.
     """
     after_fork = getattr(threading, "_after_fork", None)
     if after_fork is not None and policy.level != "none" and threading.active_count() == 1:
@@ -376,7 +376,7 @@ def _nothing() -> None:
 
 
 def _is_readable_by_all(path: str) -> bool:
-    """May any user open this file, by the modes of the folders above it?"""
+    """Whether any user can reach this file, judging by the modes of the folders above it."""
     while path != "/":
         path = os.path.dirname(path)
         if not os.stat(path).st_mode & stat.S_IXOTH:
@@ -385,7 +385,7 @@ def _is_readable_by_all(path: str) -> bool:
 
 
 def _hand_over_self(conn: int) -> None:
-    """Give the application the handle to end this process by; later nothing can be sent that way any more."""
+    """Send the application a pidfd of this process; once confined, a process cannot send descriptors."""
     pidfd = os.pidfd_open(os.getpid())
     near = socket.SocketType(socket.AF_UNIX, socket.SOCK_STREAM, 0, conn)
     near.sendmsg([b"P"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, INTEGER.pack(pidfd))])
@@ -398,9 +398,9 @@ def _framed(message: bytes) -> bytes:
 
 
 def _tell(conn: int, message: bytes) -> None:
-    """Say something on a session's socket without ever waiting for anybody to read it."""
+    """Send a message on a session's socket without waiting."""
     with socket.socket(fileno=os.dup(conn)) as end:
         try:
             end.send(message, socket.MSG_DONTWAIT)
-        except OSError:  # nobody listens any more, or the session has filled its socket: its end says enough
+        except OSError:  # the other end is closed, or the session has filled the socket; its end of file is enough
             return

@@ -1,4 +1,4 @@
-// What is chosen on a page → its place in the address.
+// Writes the choices made on a page into the URL's fragment.
 
 export const FILTERS = ["q", "status", "task", "stop", "cause", "low", "high", "truncated", "step", "sort", "desc"];
 

@@ -1,4 +1,4 @@
-// Questions of the pages → answers, from the server or from the data in the file itself.
+// Requests of the pages, answered by the server or from the data embedded in an exported file.
 
 import { answerEmbedded, embeddedData } from "./embedded.js";
 
@@ -12,7 +12,7 @@ export async function ask(path, query = {}) {
   try {
     response = await fetch(`api/${path}${known.length ? `?${search}` : ""}`, { cache: "no-store" });
   } catch {
-    throw new Problem("the server does not answer; is `vf view` still running?");
+    throw new Problem("the server does not respond; is `vf view` still running?");
   }
   const found = await response.json().catch(() => ({}));
   if (!response.ok) throw new Problem(found.problem ?? `the server answered with ${response.status}`);
@@ -23,7 +23,7 @@ export function isEmbedded() {
   return embeddedData() !== null;
 }
 
-// Calls back while a page is shown, sooner where something happens; a hidden tab waits.
+// Polls while a page is shown, more often while something changes; a hidden tab does not poll.
 export function poll(signal, everyMs, action) {
   const wait = () => setTimeout(tick, everyMs());
   const tick = async () => {

@@ -1,4 +1,4 @@
-// The address → a page, with what all pages share: the bar at the top, light and dark, keys.
+// Routes URLs to pages, and draws the parts of all pages: top bar, theme, keys.
 
 import { ask, isEmbedded } from "./api.js";
 import { embeddedData } from "./embedded.js";
@@ -53,7 +53,7 @@ async function show() {
     query,
     path,
     params: {},
-    // What a page that was left meanwhile has to say comes too late.
+    // Ignore the result if the user has left the page meanwhile.
     crumbs: (parts) => signal.aborted || drawCrumbs(parts),
     keys: (keys) => signal.aborted || setKeys(keys),
     go: (hash) => (location.hash = hash),
@@ -68,7 +68,7 @@ async function show() {
       .slice(1)
       .forEach((value, i) => (context.params[names[i]] = value));
     const rendering = render(context);
-    // What is there is shown at once; figures come when they are counted.
+    // Show what is available; statistics follow once they are computed.
     await Promise.race([rendering, firstChild(root)]);
     if (!signal.aborted) (replace(page, root), window.scrollTo(0, 0));
     await rendering;
@@ -79,7 +79,7 @@ async function show() {
   if (!signal.aborted) document.body.classList.remove("loading");
 }
 
-// A link that names a rollout by what it is → the page of it, wherever its run lies here.
+// Resolves a permanent link (run name, example, repeat) to the page of a rollout.
 async function linkPage(context) {
   const found = await ask("find", context.query);
   const hash = found.number === null ? `#/run/${found.run}` : `#/run/${found.run}/rollout/${found.number}`;
@@ -94,7 +94,7 @@ function firstChild(root) {
   });
 }
 
-// Changes the address without leaving the page; while one types, without a step to go back to.
+// Changes the URL without leaving the page; while the user types, without a history entry.
 function updateHash(context, changes, { isTyping = false } = {}) {
   for (const [name, value] of Object.entries(changes)) {
     if (value === null || value === undefined) delete context.query[name];
@@ -107,7 +107,7 @@ function updateHash(context, changes, { isTyping = false } = {}) {
   else pushHash(hash);
 }
 
-// Inside a notebook the page has no address of its own that history could change: it has a fragment.
+// Inside a notebook frame, history cannot change the URL, so the fragment is set directly.
 let isQuiet = false;
 
 function pushHash(hash) {
@@ -127,7 +127,7 @@ function replaceHash(hash) {
   }
 }
 
-// A link to a fragment belongs to this page, also where the page is part of another one.
+// Follow fragment links on this page itself, even inside the frame of another page.
 function followLink(event) {
   const link = event.target instanceof Element ? event.target.closest("a[href^='#']") : null;
   if (!link || event.defaultPrevented || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -160,7 +160,7 @@ function toggleTheme() {
   try {
     localStorage.setItem("verifiers-theme", document.documentElement.dataset.theme);
   } catch {
-    // A file opened from disk may have no storage: then it is for this visit.
+    // A file opened from disk may have no storage; then the choice lasts for this visit.
   }
   drawThemeButton();
 }

@@ -1,4 +1,4 @@
-// What stands below the curves of trainings, how smooth they are and which stretch is shown: in the address, for all charts.
+// The x axis, smoothing and visible range of all training charts, kept in the URL.
 
 import { ask } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -15,7 +15,7 @@ export function chartState(context, logs) {
   return { axis: known, weight, range: isZoomed ? range : null };
 }
 
-// The axes that every one of these trainings has.
+// The axes that all of these trainings have.
 function axisNames(logs) {
   const has = (name) => name === "step" || logs.every((log) => log.axes?.[name]?.length);
   return Object.keys(AXES).filter(has);
@@ -37,7 +37,7 @@ export function stepAt(log, axis, x) {
   return log.steps.at(at < 0 ? -1 : at);
 }
 
-// A long training is thinned; a stretch of it is asked for again, with all that it has.
+// Long series are thinned; a visible range is requested again in full resolution.
 export async function detailed(path, log, { axis, range }) {
   if (!range || log.steps_a_point <= 1) return log;
   return ask(`${path}/training`, { first: stepAt(log, axis, range[0]), last: stepAt(log, axis, range[1]) });

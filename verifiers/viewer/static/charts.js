@@ -1,9 +1,9 @@
-// Series → drawings in SVG, made anew for the width they get.
+// Draws charts in SVG, again whenever their width changes.
 
 import { h, replace, svg } from "./dom.js";
 import { compact, count, percent, shortNumber } from "./format.js";
 
-// A chart that is drawn again when its room changes.
+// A chart that is redrawn when its size changes.
 export function responsive(className, draw) {
   const box = h(`div.chart.${className}`);
   let width = 0;
@@ -16,7 +16,7 @@ export function responsive(className, draw) {
   return box;
 }
 
-// Numbers on an axis, just precise enough to be the numbers they stand for.
+// Labels of an axis, with just enough digits.
 export function tickTexts(values) {
   const most = Math.max(...values.map(Math.abs));
   const [unit, suffix] =
@@ -101,7 +101,7 @@ export function histogramChart(bins, { height = 180, onPick, isPicked = () => fa
   });
 }
 
-// Values stand under their bars; ranges have their edges under the gaps, as many as there is room for.
+// Labels: values under their bars, or the edges of ranges under the gaps, as many as fit.
 function binLabels(bins, { left, slot, y }) {
   const isExact = bins.every((bin) => bin.low === bin.high);
   const every = Math.ceil((isExact ? 30 : 46) / slot);
@@ -114,7 +114,7 @@ function binLabels(bins, { left, slot, y }) {
   });
 }
 
-// A mean with its interval between the least and the most, one line high.
+// A mean with its interval on a scale from the minimum to the maximum, one line high.
 export function whisker({ mean, low, high, least, most }) {
   const from = Math.min(0, least ?? 0);
   const to = Math.max(1, most ?? 1);

@@ -1,4 +1,4 @@
-// Source code → a block with its language, coloured by a scanner that knows strings, comments, numbers and names.
+// Renders source code, highlighted by a scanner for strings, comments, numbers and names.
 
 import { appendText, h } from "./dom.js";
 
@@ -25,7 +25,7 @@ const NAMES_THAT_MATTER = new Set(
     " ",
   ),
 );
-// Strings end with their line, so that a lone quote colours no more than that; each part can match in one way only.
+// Strings end at the end of the line, so that a lone quote affects only that; the pattern is unambiguous (no backtracking).
 const TOKEN =
   /(#[^\n]*)|(\/\/[^\n]*)|("(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|`(?:[^`\\\n]|\\.)*`?)|(\b\d[\w.]*)|([A-Za-z_]\w*)/g;
 
@@ -58,7 +58,7 @@ export function writeCode(node, text, language) {
   return appendText(node, text.slice(end));
 }
 
-// Without the right to write to the clipboard (plain HTTP from another machine) the text is there to be selected.
+// If writing to the clipboard is not permitted (plain HTTP from another machine), show the text to be selected.
 export async function copyText(text, button) {
   const before = button.textContent;
   try {

@@ -1,4 +1,4 @@
-// Messages → a conversation one can read: roles, tool calls, images, reasoning, tokens by logprob.
+// Renders messages as a conversation: roles, tool calls, images, reasoning, tokens coloured by logprob.
 
 import { codeBlock } from "./code.js";
 import { SAFE_IMAGE, h } from "./dom.js";
@@ -6,7 +6,7 @@ import { plainJson, plural } from "./format.js";
 import { markdownView, writeTags } from "./markdown.js";
 import { tokensView } from "./tokens.js";
 
-const LONG = 8000; // characters shown before one has to ask for more
+const LONG = 8000; // characters shown before the "Show all" button
 const LONGEST_JSON = 100_000;
 
 // A prompt or completion of any kind → [{role, blocks: [{kind, text, …}]}]
@@ -78,8 +78,8 @@ function parseJson(text) {
 
 // --- showing ------------------------------------------------------------------------------------------------------------
 
-// marks: where the first difference lies, {message, block, offset}; turns: tokens by assistant message;
-// view: "rendered", "source", or a figure of tokens ("logprob", "advantage", "ratio")
+// mark: the first difference, {message, block, offset}; turns: tokens by assistant message;
+// view: "rendered", "source", or a value of tokens ("logprob", "advantage", "ratio")
 export function conversationView(
   messages,
   { turns = [], mark = null, view = "rendered", advantage = null, find = "", empty = "nothing" } = {},
@@ -140,7 +140,7 @@ function blockView(block, { offset = null, find = "", isRendered = false, isTool
         {},
         h("i.function", {}, "ƒ"),
         h("b", {}, block.name),
-        block.isBroken ? h("span.chip.bad", {}, "arguments are no JSON") : null,
+        block.isBroken ? h("span.chip.bad", {}, "arguments are not JSON") : null,
         block.id ? h("span.role-detail", {}, block.id) : null,
       ),
       text,
@@ -149,7 +149,7 @@ function blockView(block, { offset = null, find = "", isRendered = false, isTool
   return text;
 }
 
-// Text as markdown; what a tool returned as JSON is set as code.
+// Text as markdown; JSON returned by a tool as code.
 export function renderedView(text, { find = "", isTool = false } = {}) {
   const json = isTool && text.length < LONGEST_JSON && /^\s*[[{]/.test(text) ? parseJson(text) : undefined;
   if (json !== undefined && !find) return codeBlock(plainJson(json), "json");
@@ -163,7 +163,7 @@ export function renderedView(text, { find = "", isTool = false } = {}) {
   return box;
 }
 
-// Text with its markup set off; from an offset on it is marked as different.
+// Source text with its tags highlighted; from an offset on it is marked as different.
 export function textView(text, { offset = null, find = "", isCode = false } = {}) {
   const box = h("div.text", { class: isCode ? "code" : "" });
   const isLong = text.length > LONG * 1.2 && offset === null;
@@ -189,7 +189,7 @@ function writeText(box, text, offset, find) {
   return box.append(rest);
 }
 
-// What was searched for, wherever it stands.
+// Highlights all matches of the search text.
 function writeHits(box, text, find) {
   const pattern = new RegExp(find.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "giu");
   let end = 0;

@@ -1,6 +1,6 @@
-// Two conversations → where they first differ.
+// Finds the first difference of two conversations.
 
-// {message, block, offset} for each side, or null where they are the same; block is null where a message ends early.
+// {message, block, offset} for each side, or null if they are equal; block is null if a message ends early.
 export function firstDifference(a, b) {
   const most = Math.max(a.length, b.length);
   for (let i = 0; i < most; i += 1) {
@@ -26,6 +26,6 @@ function blockDifference(a, b) {
 export function commonPrefix(a, b) {
   let i = 0;
   while (i < a.length && i < b.length && a[i] === b[i]) i += 1;
-  // Not in the middle of a pair that makes one character.
+  // Not in the middle of a surrogate pair.
   return i > 0 && /[\ud800-\udbff]/.test(a[i - 1]) ? i - 1 : i;
 }

@@ -1,8 +1,8 @@
-// Data → elements. Text becomes text nodes and nothing else, so that what a model wrote is only ever shown.
+// Creates elements. Text becomes text nodes only, so that model output cannot inject markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// Characters that would be invisible, or that reorder what stands around them.
+// Characters that are invisible, or that reorder the surrounding text.
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff9-\ufffb]|(?<!\p{Extended_Pictographic}\ufe0f?\p{Emoji_Modifier}?)\u200d|[\u{e0000}-\u{e0fff}]|[\ud800-\udfff]/gu;
 
@@ -39,12 +39,12 @@ export function nameOfHidden(character) {
   return NAMES[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-// For places that hold a plain string: titles, labels.
+// For plain strings: titles, labels.
 export function visibleText(text) {
   return String(text).replace(HIDDEN, (character) => `⟨${nameOfHidden(character)}⟩`);
 }
 
-// Appends text to a node, hidden characters as small marks.
+// Appends text to a node, with invisible characters as small marks.
 export function appendText(node, text) {
   const string = String(text);
   let end = 0;

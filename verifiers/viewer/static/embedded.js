@@ -1,4 +1,4 @@
-// The data inside an exported file → the answers a server would give.
+// Answers requests from the data in an exported file, as the server would.
 
 let parsed;
 

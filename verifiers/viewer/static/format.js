@@ -1,4 +1,4 @@
-// Numbers, times and names → the words on the page.
+// Formats numbers, times and names.
 
 export const NONE = "–";
 
@@ -14,7 +14,7 @@ export function number(value, digits = 3) {
   return value.toFixed(digits).replace("-", "−");
 }
 
-// As short as it can be told apart: 1, 0.5, 0.333
+// As short as possible: 1, 0.5, 0.333
 export function shortNumber(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en").replace("-", "−");
@@ -88,14 +88,14 @@ export function plainJson(value) {
   return JSON.stringify(value, null, 2) ?? "";
 }
 
-// An interval, with as many digits as the mean beside it has.
+// An interval, with as many digits as its mean.
 export function between(low, high, digits = 3) {
   if (low === null || low === undefined || high === null || high === undefined) return "";
   const text = (value) => (Math.abs(value) < 1000 ? value.toFixed(digits) : number(value)).replace("-", "−");
   return `${text(low)} – ${text(high)}`;
 }
 
-// What follows a p-value that allows for several comparisons.
+// The note after a p-value that is corrected for several comparisons.
 export function correctedFor(n, words = "") {
   return n > 1 ? ` corrected for ${n}${words} (Holm)` : "";
 }

@@ -1,10 +1,10 @@
-// Keys → what they do on the page that is shown, and the list of them behind "?".
+// Keyboard shortcuts of the current page, and their list behind "?".
 
 import { h } from "./dom.js";
 
 let pageKeys = [];
 
-// Keys of a page: [["j", "next row", action], …]; they end with the page.
+// Shortcuts of a page: [["j", "next row", action], …]; they are removed with the page.
 export function setKeys(keys) {
   pageKeys = keys;
 }

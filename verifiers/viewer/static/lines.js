@@ -1,19 +1,19 @@
-// Series over steps, tokens, seconds or samples → lines in SVG that are pointed at together and zoomed by dragging.
+// Line charts in SVG over steps, tokens, seconds or samples, with a shared pointer, and zoomed by dragging.
 
 import { responsive, tickTexts, ticks } from "./charts.js";
 import { h, replace, svg } from "./dom.js";
 import { compact, duration, number, percent, shortNumber } from "./format.js";
 
 export const LINE_STYLES = ["a", "b", "c", "d", "e", "f", "g", "h"];
-const DRAGGED = 6; // pixels after which a click is a stretch
-let clips = 0; // drawings so far: each has a clip of its own
-const hovering = new Set(); // charts of a page point at the same place together
+const DRAGGED = 6; // pixels after which a click counts as a drag
+let clips = 0; // number of drawings so far, for unique ids of their clip paths
+const hovering = new Set(); // the charts of a page, which share the pointer position
 
 export function clearHover() {
   hovering.clear();
 }
 
-// An exponential mean without the weight of its beginning; what is missing stays missing.
+// An exponential moving average, corrected for its start; missing values stay missing.
 export function smoothed(values, weight) {
   if (!weight) return values;
   let [sum, total] = [0, 0];
@@ -25,7 +25,7 @@ export function smoothed(values, weight) {
   });
 }
 
-// series: [{name, xs, values, raw, low, high, style}], all of a line as long as its xs; points: [{x, value, low, high,
+// series: [{name, xs, values, raw, low, high, style}], with arrays as long as xs; points: [{x, value, low, high,
 // words, style}]; marks: [{x, words}]; range: [first, last] shown; onZoom(range or null); onPick(x)
 export function lineChart({ series, axis = "step", ...options }) {
   const shown = series.filter((line) => line.values?.some((value) => value !== null && value !== undefined));
@@ -164,7 +164,7 @@ function limitsOf(shown, points, isShare, isIn) {
   else if (low > 0 && low < high * 0.6) low = 0;
   const size = Math.max(Math.abs(low), Math.abs(high));
   if (high - low <= size * 1e-9) [low, high] = [low - (size * 0.1 || 0.5), high + (size * 0.1 || 0.5)];
-  else if (high - low < size * 1e-3) [low, high] = [low - size * 5e-4, high + size * 5e-4]; // not a drama of the last digit
+  else if (high - low < size * 1e-3) [low, high] = [low - size * 5e-4, high + size * 5e-4]; // do not magnify differences in the last digit
   const room = (high - low) * 0.06;
   return [low === 0 ? 0 : low - room, isShare && high >= 1 ? 1 : high + room];
 }

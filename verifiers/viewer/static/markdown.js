@@ -1,8 +1,8 @@
-// Text in markdown → elements: a small subset, one pass over the text, text nodes only.
+// Renders a small subset of markdown in one pass, with text nodes only.
 //
-// Headings, paragraphs, lists, quotes, tables, fenced and inline code, emphasis. An address is shown beside the words it
-// belongs to and leads nowhere; a picture is named, not loaded; HTML is text. Line breaks stay. Every loop goes forward,
-// and depth is bounded, so that no text takes more than linear time or a deep tree.
+// Headings, paragraphs, lists, quotes, tables, fenced and inline code, emphasis. The URL of a link is shown as text and
+// not linked; an image is named, not loaded; HTML is text. Line breaks are kept. All loops advance and depth is bounded,
+// so that no text takes more than linear time or makes a deep tree.
 
 import { appendText, h } from "./dom.js";
 import { codeBlock } from "./code.js";
@@ -13,14 +13,14 @@ const MOST_CELLS = 20_000;
 const LONGEST_ADDRESS = 2000;
 const TAG = /<\/?[a-zA-Z_][\w-]{0,40}\/?>/g;
 
-// write(node, text): how plain text is put into a node, where something in it is to be marked.
+// write(node, text): appends plain text to a node; it may mark parts of it.
 export function markdownView(text, { write = writeTags } = {}) {
   const box = h("div.markdown");
   writeBlocks(box, text.split("\n"), 0, write);
   return box;
 }
 
-// Tags that a model was asked to write are set off.
+// Highlight the tags that a model was asked to write.
 export function writeTags(node, text) {
   let end = 0;
   for (const match of text.matchAll(TAG)) {
@@ -119,7 +119,7 @@ function writeQuote(box, lines, i, depth, write) {
   return at;
 }
 
-// "- words", "2. words" → what kind of list it is, and where the words begin
+// "- words", "2. words" → the kind of list, and the offset of the text
 function itemOf(line) {
   const start = indentOf(line);
   let n = start;
@@ -223,7 +223,7 @@ function spansInto(node, text, write) {
   return node;
 }
 
-// Strings that stand side by side are one, so that what is searched for is found across them.
+// Merges adjacent strings, so that a search also finds matches across them.
 function writePieces(node, pieces, write) {
   let plain = "";
   for (const piece of [...pieces, null]) {
@@ -263,13 +263,13 @@ function elementOf(piece, write) {
 
 const TAGS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
-// Text → strings and {kind, pieces}: openers wait on a stack until their closer comes, or become text again.
+// Text → strings and {kind, pieces}: openers stay on a stack until their closer, or become text again.
 function spansOf(text) {
   const stack = [{ kind: null, marker: "", pieces: [] }];
   const codes = codeSpans(text);
   const top = () => stack.at(-1).pieces;
   const has = (kind) => stack.some((frame) => frame.kind === kind);
-  let closing = -1; // the next ")", looked for once
+  let closing = -1; // the position of the next ")", searched only once
   let end = 0;
   const put = (until) => until > end && top().push(text.slice(end, until));
   SPECIAL.lastIndex = 0;
@@ -330,7 +330,7 @@ function spansOf(text) {
   return stack[0].pieces;
 }
 
-// The innermost frame of a kind; those inside it never got their closer.
+// The innermost frame of a kind; frames inside it were never closed.
 function closeFrame(stack, isWanted) {
   while (!isWanted(stack.at(-1))) flatten(stack);
   return stack.pop();
@@ -343,7 +343,7 @@ function flatten(stack) {
   for (const piece of frame.pieces) pieces.push(piece);
 }
 
-// Where code spans begin, each with its text and end: a run of backticks up to the next run of the same length.
+// Code spans by start, with text and end: from a run of backticks to the next run of the same length.
 function codeSpans(text) {
   const runs = [];
   for (let at = text.indexOf("`"); at >= 0;) {

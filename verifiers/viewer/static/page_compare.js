@@ -1,4 +1,4 @@
-// Two runs, example by example: what was won and lost, and where the answers part.
+// Compares two runs example by example: examples won and lost, and the first difference of completions.
 
 import { ask } from "./api.js";
 import { conversationView, messagesOf } from "./conversation.js";
@@ -11,7 +11,7 @@ import { metricChoice, tablePage } from "./page_table.js";
 import { aggregatesTable } from "./run_cards.js";
 import { PAGE, card, moveSelection, openSelection, pager, tile } from "./table.js";
 
-// Two evaluations example by example, more than two as a table, trainings as curves.
+// Two evaluations are compared by example, more than two as a table, trainings as curves.
 export async function comparePage(context) {
   const ids = context.params.runs.split("/").filter(Boolean);
   const kinds = (await ask("runs")).runs.filter((run) => ids.includes(run.id)).map((run) => run.kind);
@@ -85,7 +85,7 @@ async function pairPage(context) {
 
 function compareHead(found, params, choice) {
   const { figures } = found;
-  // Without a verdict nothing is compared, and a run's mean is that of all its examples.
+  // Without a verdict there is no comparison, and the mean of a run is over all its examples.
   const meanOf = (run, shared) => (found.refusal === null ? shared : run.reward);
   const side = (name, run, mean, id) =>
     h(
@@ -232,7 +232,7 @@ function exampleTable(found, context, pick) {
   );
 }
 
-// Of several rollouts, those that show best what changed: the worst and the best, or the first of each.
+// The rollouts that show a change best: the worst of one side and the best of the other, or the first of each.
 function shownPair(pair, query) {
   const rewards = (rollouts) => rollouts.map((rollout) => rollout.reward ?? NaN);
   const mean = (values) =>
@@ -279,13 +279,13 @@ function pairView(pair, context, params, redraw) {
       "div.section-head",
       {},
       h("h2", {}, `Example ${pair.example_id}`),
-      h("span.muted", {}, mark ? "the first difference is marked" : left && right ? "both said the same" : ""),
+      h("span.muted", {}, mark ? "the first difference is marked" : left && right ? "no difference" : ""),
       h("span.push"),
       chooser("left", pair.a, "A"),
       chooser("right", pair.b, "B"),
     ),
     left && right && !isSamePrompt
-      ? h("p.notice-line", {}, "The prompts differ: the runs did not ask the same.")
+      ? h("p.notice-line", {}, "The prompts of the two runs differ.")
       : null,
     isSamePrompt
       ? h("details.shared-prompt", {}, h("summary", {}, "Prompt"), conversationView(messagesOf(left.prompt, "user")))

@@ -65,7 +65,7 @@ export async function groupPage(context) {
   ]);
 }
 
-// One rollout as a column; used for a group and for two runs.
+// One rollout as a column, for a group or for two runs.
 export function rolloutColumn(rollout, run, { withPrompt = false, mark = null, letter = null } = {}) {
   const facts = [
     rollout.stop,

@@ -1,4 +1,4 @@
-// Several trainings: their curves over one another, and in which settings they differ.
+// Several trainings: their curves in the same charts, and the settings in which they differ.
 
 import { ask, poll } from "./api.js";
 import { chartControls, chartState, detailed, xsOf } from "./chart_controls.js";
@@ -79,7 +79,7 @@ function overlayHead(found) {
     h(
       "p.muted.overlay-note",
       {},
-      "Curves of one training each: how far two of them would lie apart by chance alone, only more seeds can tell.",
+      "Each curve is a single training. Only more seeds show how much two of them differ by chance.",
     ),
   ];
 }
@@ -181,11 +181,11 @@ function settingsCard(found) {
           {},
           h("table.small.settings", {}, h("thead", {}, head), h("tbody", {}, names.slice(0, 60).map(row))),
         )
-      : h("p.muted", {}, "None that were recorded."),
+      : h("p.muted", {}, "None of the recorded settings."),
   );
 }
 
-// Numbers with a long tail of digits, as a person writes them.
+// Rounds numbers with many digits.
 function rounded(text) {
   return /^-?\d+\.\d{7,}$/.test(text) ? String(Number(Number(text).toPrecision(6))) : text;
 }

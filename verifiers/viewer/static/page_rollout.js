@@ -1,4 +1,4 @@
-// One rollout: the conversation, what each reward function said, how long it took, and its tokens.
+// One rollout: its conversation, the score of each reward function, timing, and tokens.
 
 import { ask } from "./api.js";
 import { copyText } from "./code.js";
@@ -56,7 +56,7 @@ function viewOf(context, figures) {
   return view === "source" || figures.includes(view) ? view : "rendered";
 }
 
-// A link that says which rollout it is, wherever the run lies and whatever was appended to it.
+// A permanent link to a rollout, which stays valid if the run is moved or appended to.
 export function rolloutLink(about, rollout) {
   const words = {
     env: about.env_id,
@@ -151,7 +151,7 @@ function drawConversation(main, rollout, figures, context) {
   );
 }
 
-// What judges were asked, and what they replied: the reason behind a reward.
+// The prompts to judges and their replies, which explain the reward.
 function judgedView(judged, find) {
   if (!judged.length) return null;
   const one = ({ asked, replied }) =>
@@ -163,7 +163,7 @@ function judgedView(judged, find) {
         "div.message-body",
         {},
         typeof replied === "string" ? renderedView(replied, { find }) : textView(plainJson(replied), { isCode: true }),
-        h("details", {}, h("summary", {}, "What it was asked"), textView(asked, { find })),
+        h("details", {}, h("summary", {}, "Prompt of the judge"), textView(asked, { find })),
       ),
     );
   return [
@@ -180,7 +180,7 @@ export function errorCard(error) {
   const blame =
     error.blame === "policy"
       ? "the model caused it, so the rollout is scored"
-      : `${error.blame ?? "unknown"} is to blame, so the rollout has no reward`;
+      : `caused by: ${error.blame ?? "unknown"}, so the rollout has no reward`;
   return h(
     "section.card.error",
     {},
@@ -233,7 +233,7 @@ function side(rollout, about) {
 }
 
 function metricsList(rollout, about) {
-  // A training may change its weights from step to step: the page of its reward functions has them.
+  // A training may change its weights by step; the page of reward functions shows them.
   const weights = (about.kind === "training" ? null : about.metadata.reward_weights) ?? {};
   const weight = (name) =>
     typeof weights[name] === "number" ? h("span.muted", {}, ` × ${shortNumber(weights[name])}`) : null;

@@ -1,4 +1,4 @@
-// One run: how it went on the whole, and the table of its rollouts.
+// One run: its summary, and the table of its rollouts.
 
 import { FILTERS, address, filtersOf } from "./address.js";
 import { ask, poll } from "./api.js";

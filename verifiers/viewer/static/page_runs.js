@@ -1,4 +1,4 @@
-// The list of runs: what there is, how it stands, how it went, and which to compare.
+// The list of runs with their status and results, and the choice of runs to compare.
 
 import { ask, poll } from "./api.js";
 import { sparkline } from "./charts.js";
@@ -114,7 +114,7 @@ function nothing(found) {
     "div.empty",
     {},
     h("h2", {}, "There is no run here yet"),
-    h("p", {}, "Make one with no key and no model, and it shows up on this page:"),
+    h("p", {}, "Create one, without a key or a model, and it appears here:"),
     h("pre", {}, "vf eval arithmetic -m fake -n 20 -s"),
   );
 }
@@ -167,7 +167,7 @@ function filters(context, runsOf, draw) {
   );
 }
 
-// Columns of the list: what they are sorted by, and whether the least comes first.
+// Columns of the list: their sort key, and whether to sort in ascending order first.
 const COLUMNS = [
   { name: "environment", key: "env_id", isLowFirst: true },
   { name: "model", key: "model", isLowFirst: true },
@@ -189,7 +189,7 @@ function sortKey(run, key) {
   return key === "made" ? madeAt(run) : run[key];
 }
 
-// Newest first unless a column is chosen; what has no value comes last.
+// Newest first unless a column is chosen; runs without a value come last.
 function sorted(runs, { sort = "made", desc }) {
   const column = COLUMNS.find((one) => one.key === sort) ?? COLUMNS.at(-1);
   const isDown = desc === undefined ? !column.isLowFirst : desc === "1";
@@ -300,7 +300,7 @@ function runRow(run, chosen, pick) {
   );
 }
 
-// Tags that `vf runs tag` gave it; each is a filter.
+// The run's tags (from `vf runs tag`); each is a filter.
 export function tagChips(run) {
   return run.tags.map((tag) => h("a.chip.tag", { href: address("", { tag }) }, tag));
 }
@@ -310,5 +310,5 @@ export function statusChip(run) {
   if (run.is_live) return h("span.chip.live", {}, h("span.dot"), "live");
   return run.is_finished
     ? null
-    : h("span.chip.warn", { title: "it was stopped before its end; vf eval --resume goes on with it" }, "unfinished");
+    : h("span.chip.warn", { title: "it was stopped early; vf eval --resume continues it" }, "unfinished");
 }

@@ -1,4 +1,4 @@
-// What each reward function adds to the mean reward: over the steps of a training, or in an evaluation.
+// The contribution of each reward function to the mean reward, by step of a training or in an evaluation.
 
 import { ask } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -31,13 +31,13 @@ export async function sharesPage(context) {
       : h(
           "p.nothing",
           {},
-          "This run does not say what its reward functions weigh: it was made before that was recorded, or each row has weights of its own.",
+          "This run has no recorded weights of reward functions: it was made by an older version, or each row has its own weights.",
         ),
   );
   context.keys([["Escape u", "back to the run", () => context.go(`#/run/${params.run}`)]]);
 }
 
-// What the weighted functions do not explain: a reward of its own, or rollouts that lack a function.
+// The part of the reward that the weighted functions do not explain: a custom reward, or rollouts without a function.
 function restOf(found) {
   const values = found.reward.map((reward, i) => {
     const known = found.functions.map((one) => one.values[i]).filter((value) => value !== null);

@@ -1,4 +1,4 @@
-// More than two evaluations: each against the first in one metric, and every metric of every run.
+// More than two evaluations: each compared with the first in one metric, and all metrics of all runs.
 
 import { ask } from "./api.js";
 import { whisker } from "./charts.js";
@@ -7,7 +7,7 @@ import { between, correctedFor, count, number, plural, signed } from "./format.j
 import { aggregatesTable } from "./run_cards.js";
 import { card } from "./table.js";
 
-// Which metric a comparison is about.
+// The choice of the compared metric.
 export function metricChoice(found, context, change) {
   return h(
     "label.metric-choice",
@@ -47,7 +47,7 @@ function manyHead(found, context, draw) {
         "div",
         {},
         h("h1", {}, plural(found.runs.length, "run")),
-        h("p.muted", {}, "Each against the first, example by example; the verdicts allow for how many are compared."),
+        h("p.muted", {}, "Each run is compared with the first by example; verdicts are corrected for the number of comparisons."),
       ),
       metricChoice(found, context, change),
     ),

@@ -1,4 +1,4 @@
-// A training as it goes: its curves, what the doctor says, and what the model said at each step.
+// A training: its curves, notices, and the samples of each step.
 
 import { ask, poll } from "./api.js";
 import { chartControls, chartState, detailed, stepAt, xOfStep, xsOf } from "./chart_controls.js";
@@ -10,7 +10,7 @@ import { LINE_STYLES, clearHover, lineChart, smoothed } from "./lines.js";
 import { runHead } from "./page_run.js";
 import { moveSelection, openSelection, rolloutTable, tile } from "./table.js";
 
-// Curves in the order in which one looks at them; a name that is in none of them gets a chart of its own at the end.
+// Charts in order of importance; a metric in none of them gets its own chart at the end.
 export const CHARTS = [
   { title: "KL to the reference", lines: [["kl", "KL"]] },
   { title: "Entropy", lines: [["entropy", "entropy"]] },
@@ -51,7 +51,7 @@ export const CHARTS = [
     ],
   },
 ];
-const COUNTS = ["num_turns", "parse_retries"]; // facts of a rollout, on another scale than scores
+const COUNTS = ["num_turns", "parse_retries"]; // counts, which have another scale than scores
 export const NOT_CURVES = new Set([
   "reward",
   "reward_low",
@@ -147,7 +147,7 @@ function trainingTiles(about, log) {
     tile(
       "zero variance",
       percent(last("zero_variance")),
-      "of the groups teach nothing",
+      "of the groups",
       last("zero_variance") > 0.7 ? "warn" : "",
     ),
     tile(
@@ -187,7 +187,7 @@ export function evaluationPoints(log, axis, style) {
   }));
 }
 
-// A line of one series, smoothed, with what it was before behind it.
+// One smoothed series, with the raw values behind it.
 export function curveOf(log, { name, words, style, axis, weight }) {
   const values = log.series[name];
   if (!values) return { name: words, xs: [], values: [], style };

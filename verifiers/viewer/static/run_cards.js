@@ -1,4 +1,4 @@
-// The figures of a run → the cards above its table, each a filter of it.
+// The cards above the table of a run, which show its metrics and filter the table.
 
 import { barList, histogramChart, whisker } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
@@ -147,7 +147,7 @@ export function metricsCard(context, about, known, change) {
   );
 }
 
-// Balanced accuracy, F1 and the like, of one run or of several side by side, as each run saved them.
+// Saved aggregate metrics (balanced accuracy, F1, …) of one run or of several side by side.
 export function aggregatesTable(heads, runs) {
   const names = [...new Set(runs.flatMap((run) => run.aggregates.map((figure) => figure.name)))];
   const cell = (figure, i) =>
@@ -216,7 +216,7 @@ export function rolloutToolbar(context, about, refresh) {
   const change = (changes) => (context.update({ ...changes, start: null }), sync(), refresh());
   const input = h("input", {
     type: "search",
-    placeholder: "Search in everything that was said",
+    placeholder: "Search all texts",
     value: context.query.q ?? "",
     oninput: typed,
     spellcheck: "false",

@@ -1,13 +1,13 @@
-// A page of rollouts → a table that sorts, turns pages and is walked through with keys.
+// The table of rollouts, with sorting, paging and keyboard navigation.
 
 import { h, icon } from "./dom.js";
 import { NONE, compact, count, duration, number, plural, shortNumber, signed } from "./format.js";
 
 export const PAGE = 50;
 const SHOWN_METRICS = 3;
-const NOT_SHOWN = ["reward", "num_turns", "parse_retries"]; // in a column already, or the same in most rows
+const NOT_SHOWN = ["reward", "num_turns", "parse_retries"]; // have their own column, or are equal in most rows
 
-// A row that is chosen with j and k in any table: the element with class "row".
+// Selects rows (elements with class "row") of any table with j and k.
 export function moveSelection(root, by) {
   const rows = [...root.querySelectorAll(".row")];
   if (!rows.length) return;
@@ -22,7 +22,7 @@ export function openSelection(root) {
   root.querySelector(".row.selected a.open")?.click();
 }
 
-// state: {sort, desc, start, …}; onChange is called with what is to change
+// state: {sort, desc, start, …}; onChange is called with the changes
 export function rolloutTable(found, about, { state, hrefOf, onChange, selected = null }) {
   const columns = columnsOf(found, about);
   const head = columns.map((column) => headCell(column, state, onChange));

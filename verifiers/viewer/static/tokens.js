@@ -1,11 +1,11 @@
-// The tokens of a turn → text in which each has the colour of a figure: how likely, how good, how far the policy moved.
+// Renders the tokens of a turn coloured by logprob, advantage, or probability ratio.
 
 import { h, visibleText } from "./dom.js";
 import { count, number, percent, shortNumber, signed } from "./format.js";
 
 export const TOKEN_VIEWS = { logprob: "Logprob", advantage: "Advantage", ratio: "Ratio" };
 
-// Which figures there are of these turns; an advantage is of the rollout, or of a turn.
+// The values available for these turns; an advantage belongs to the rollout or to a turn.
 export function tokenFigures(turns, advantage) {
   const withTokens = turns.filter((turn) => turn.ids.length);
   if (!withTokens.length) return [];
@@ -43,7 +43,7 @@ export function tokensView(turn, view, advantage = null) {
   return box;
 }
 
-// The less likely a token was, the stronger its colour; eight steps.
+// The less likely a token was, the stronger its colour, in eight steps.
 export function logprobStyle(logprob) {
   if (logprob === null || logprob === undefined) return "unknown";
   return `p${Math.min(7, Math.floor((1 - Math.exp(Math.min(logprob, 0))) * 8))}`;
@@ -56,7 +56,7 @@ export function advantageStyle(advantage) {
   return `${advantage > 0 ? "up" : "down"}${Math.min(4, Math.ceil(Math.abs(advantage) * 4))}`;
 }
 
-// How far the probability moved since the token was drawn: a clip at 0.2 is the third strength.
+// How far the probability has changed since the token was sampled; a change of 0.2 (the usual clip) is the third strength.
 export function ratioStyle(ratio) {
   if (ratio === null || ratio === undefined || !(ratio > 0)) return "unknown";
   const far = Math.abs(Math.log(ratio));
@@ -100,7 +100,7 @@ function inWords(turns, view, advantage) {
     return known.reduce((sum, value) => sum + value, 0) / (known.length || 1);
   };
   if (view === "logprob") return `mean logprob ${number(mean("logprobs"))}`;
-  if (view === "advantage") return `advantage ${shortNumber(advantage)}: the same for each of them`;
+  if (view === "advantage") return `advantage ${shortNumber(advantage)}: the same for all tokens`;
   const most = turns.flatMap((turn) => turn.ratios).reduce((a, b) => (b === null ? a : Math.max(a, b)), -Infinity);
   return `in the last pass of the update: mean ratio ${number(mean("ratios"), 4)}, largest ${number(most, 4)}`;
 }
