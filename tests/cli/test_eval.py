@@ -421,4 +421,4 @@ def test_a_half_width_or_a_range_that_is_none_is_a_usage_error(run):
 def test_rewards_outside_the_range_end_with_1(run):
     args = ("eval", "arithmetic", "-m", "fake", "-r", "1", "--until", "0.2", "--reward-range", "5,9", "--json")
     found = json.loads(run(*args, code=1).stdout)
-    assert "which were taken to be 5 and 9" in found["until"]["fault"]
+    assert "which were assumed to be 5 and 9" in found["until"]["fault"]
