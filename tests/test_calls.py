@@ -121,7 +121,7 @@ def test_touching_what_another_task_is_running_is_refused_and_not_run_twice() ->
         handle = double(9)
         task = asyncio.create_task(handle)
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match=r"double .*under way"):
+        with pytest.raises(RuntimeError, match=r"double .*is already running"):
             len(handle)
         assert await task == 18
 

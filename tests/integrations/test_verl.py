@@ -172,7 +172,7 @@ def test_a_response_is_cut_to_verls_tensors_and_one_that_never_began_is_an_error
     tokens = {"prompt_ids": [1], "completion_ids": [2, 3, 4], "completion_logprobs": [0.0, -1.0, -2.0]}
     sample = fit(last_sample({"trajectory": [{"tokens": tokens}]}), 2)
     assert (sample.completion_ids, sample.completion_logprobs, sample.is_truncated) == ([2, 3], [0.0, -1.0], True)
-    with pytest.raises(ValueError, match="before the first request to the model"):
+    with pytest.raises(ValueError, match="before the model was asked"):
         last_sample({"trajectory": [], "example_id": 7})
 
 
