@@ -369,7 +369,7 @@ except ImportError as error:
     )
     scored, told = done.stdout.splitlines()
     assert scored == "[1.0]"
-    assert "prime_sandboxes.core.APIClient is part of it" in told
+    assert "prime_sandboxes.core.APIClient needs prime_sandboxes" in told
     assert "pip install prime-sandboxes" in told
 
 

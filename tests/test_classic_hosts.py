@@ -393,13 +393,13 @@ def test_calls_of_hosts_that_say_two_things_are_refused() -> None:
     env = load_arithmetic()
     row = env.get_dataset()[0]
     client = vf.FakeClient("x")
-    with pytest.raises(TypeError, match="two names for the same thing"):
+    with pytest.raises(TypeError, match="two names for the same argument"):
         env.run_group([row], client, "m", sampling_args={"n": 1}, gen_sampling_args={"n": 2})
     with pytest.raises(TypeError, match="'client' twice"):
         env.run_group([row], client, "m", client=client)
     with pytest.raises(TypeError, match="needs group_inputs"):
         env.run_group(client=client, model="m")
-    with pytest.raises(TypeError, match="state_columns is a list of names"):
+    with pytest.raises(TypeError, match="state_columns must be a list of names"):
         env.run_group([row], client, "m", state_columns="trajectory")
     with pytest.warns(UserWarning, match="run_group: priority= has no effect"):
         env.run_group([row], client, "m", priority=3)

@@ -635,5 +635,5 @@ def test_a_function_that_holds_the_loop_for_ever_fails_its_own_row_all_the_same(
     results = evaluate(env, vf.FakeClient("x", latency_s=0.1), reward_timeout_s=1.0, hook_timeout_s=1.0)
     assert time.monotonic() - began < 20
     assert [state["example_id"] for state in results.failed] == [BAD]
-    assert "held the event loop" in str(results.failed[0]["error"])
+    assert "blocked the event loop" in str(results.failed[0]["error"])
     assert results["rewards"] == [1.0] * (N - 1)

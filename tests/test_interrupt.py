@@ -228,7 +228,7 @@ def test_a_terminal_shows_a_live_bar(server: vf.FakeServer, tmp_path: Path) -> N
 def test_a_terminal_says_that_the_run_is_stopping(server: vf.FakeServer, tmp_path: Path) -> None:
     plan = Plan(url=server.url, path=str(tmp_path / "run"), rows=16, max_concurrent=4, show=True)
     shown = plain(in_terminal(plan, ctrl_c_after=4))
-    assert "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once" in shown
+    assert "stopping: rollouts in progress are finished and saved; press Ctrl-C again to stop at once" in shown
     assert "stopped after" in shown
     assert "Traceback" not in shown
 

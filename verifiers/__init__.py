@@ -47,8 +47,8 @@ _NAMES = {
     "RolloutScores RolloutTiming Row SamplingArgs State TrajectoryStep TrajectoryStepTokens Usage",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-# What needs an extra, or OpenAI's package (whose names classic hands on), or only stands for something of classic's: no
-# part of __all__, so that a star import does not need them.
+# Names that need an extra or OpenAI's package, and stand-ins for classes of classic. They are not in __all__, so that a
+# star import works without those packages.
 _EXTRA_NAMES = {
     "envs.agent_stand_ins": "CliAgentEnv HarborEnv",
     "engine": "LocalModel LocalServer get_model get_model_and_tokenizer get_tokenizer",

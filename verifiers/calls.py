@@ -1,7 +1,7 @@
-"""One API for sync and async callers, and one way to call the functions that users write.
+"""One API for sync and async callers, and one way to call functions that users write.
 
-Nothing else in the package knows whether its caller has an event loop, or whether a hook is sync, async, quick or
-blocking.
+Only this module and those below it need to know whether the caller has an event loop, and whether a hook is sync or
+async, quick or blocking.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ENDING_S = 5.0  # for what was told to stop, before it is left behind
+ENDING_S = 5.0  # how long to wait for cancelled work before its thread is abandoned
 
 
 def has_running_loop() -> bool:
-    """Is the caller inside an event loop?"""
+    """Whether the caller runs inside an event loop."""
     return asyncio._get_running_loop() is not None
 
 
 def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end and return what it returns, whatever thread or loop the caller is in.
+    """Run a coroutine to completion and return its result, from any thread, with or without a running loop.
 
     >>> async def four(): return 4
     >>> run(four)
@@ -87,19 +87,19 @@ def _run_in_new_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     def target() -> None:
         try:
             outcome.append(run(main))
-        except BaseException as error:  # handed to the caller's thread, whatever it is
+        except BaseException as error:  # raised again in the caller's thread
             raised.append(error)
 
     context = contextvars.copy_context()
-    context.run(home.set, None)  # the caller's loop is blocked until this is done: it cannot be the one to do it
+    context.run(home.set, None)  # the caller's loop is blocked until this ends, so it must not be used
     thread = threading.Thread(target=context.run, args=(target,), daemon=True)
     thread.start()
     try:
         thread.join()
-    except BaseException:  # Ctrl-C in a notebook: the work must not go on unseen
+    except BaseException:  # Ctrl-C in a notebook: cancel the work in the thread too
         for stop in stops:
             stop()
-        thread.join(ENDING_S)  # it may not listen; a daemon thread, it is left behind then
+        thread.join(ENDING_S)  # it may ignore the cancellation; then the daemon thread is abandoned
         raise
     if raised:
         raise raised[0]
@@ -107,9 +107,9 @@ def _run_in_new_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
-    """What a call made inside a running loop returns: await it, or just use it as the result.
+    """The return value of a `both` call inside a running loop: await it, or use it as the result.
 
-    Touched without being awaited (unpacked, indexed, printed: a notebook cell), it runs on a loop of its own.
+    If it is used without being awaited (unpacked, indexed, printed, as in a notebook cell), it runs on its own loop.
     """
 
     __slots__ = ("_coroutine", "_name", "_result", "_start")
@@ -150,7 +150,7 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
         if not self._result:
             running = self._running()
             if inspect.getcoroutinestate(running) != inspect.CORO_CREATED:
-                raise RuntimeError(f"{self._name} is under way already, or has failed; await it and keep the result")
+                raise RuntimeError(f"{self._name} is already running, or has failed: await it once and keep the result")
             _run_in_new_thread(lambda: running)
         return self._result[0]
 
@@ -164,7 +164,7 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
         self._settle()[key] = value  # type: ignore[index]
 
     def __bool__(self) -> bool:
-        return True  # asyncio asks this of a task's coroutine when it shows it: no reason to run it
+        return True  # asyncio tests a task's coroutine when it prints the task; that must not run it
 
     def __eq__(self, other: object) -> bool:
         return self is other if isinstance(other, Deferred) else bool(self._settle() == other)
@@ -184,7 +184,7 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
         return repr(self._result[0]) if self._result else f"<{self._name}: not awaited or used yet>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """A notebook shows what came of it: a cell whose last line is the call runs it."""
+        """Show the result in a notebook: a cell whose last line is the call runs it."""
         result = self._settle()
         shown = getattr(result, "_repr_html_", None)
         return {"text/plain": str(result), **({} if shown is None else {"text/html": shown()})}
@@ -201,10 +201,10 @@ class Deferred(collections.abc.Coroutine[Any, Any, T], Generic[T]):
 
 
 def both(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Any]:
-    """Make an async function callable from plain code too.
+    """Make an async function callable from sync code too.
 
-    Called with no loop running it runs to its end and returns the result; inside a loop it returns a `Deferred`.
-    The async function itself stays reachable as ``.coroutine``.
+    Without a running loop the call runs to completion and returns the result; inside a loop it returns a `Deferred`.
+    The async function itself is available as ``.coroutine``.
 
     >>> @both
     ... async def double(x): return 2 * x
@@ -224,7 +224,7 @@ def both(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Any]:
 
 
 def blocking(function: Callable[P, Any]) -> Callable[P, Any]:
-    """The ``*_sync`` name of a `both` function: returns the result itself, even inside a running loop."""
+    """The ``*_sync`` variant of a `both` function: always returns the result, even inside a running loop."""
     coroutine = function.coroutine  # type: ignore[attr-defined]
 
     @functools.wraps(function)
@@ -235,7 +235,7 @@ def blocking(function: Callable[P, Any]) -> Callable[P, Any]:
 
 
 def asynchronous(function: Callable[P, Any]) -> Callable[P, Awaitable[Any]]:
-    """The ``*_async`` name of a `both` function: always a coroutine."""
+    """The ``*_async`` variant of a `both` function: always a coroutine."""
     coroutine: Callable[P, Awaitable[Any]] = function.coroutine  # type: ignore[attr-defined]
     return coroutine
 
@@ -244,12 +244,12 @@ def asynchronous(function: Callable[P, Any]) -> Callable[P, Awaitable[Any]]:
 
 
 def is_default(function: Any) -> bool:
-    """Is this a method of the library made by `both`, and not something written in its place?"""
+    """Whether this is a method that `both` made, not a user's override."""
     return inspect.isfunction(function) and hasattr(function, "coroutine")
 
 
 async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function directly and await what it returned if that can be awaited."""
+    """Call a function directly, and await its result if that is awaitable."""
     result = function(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result
 
@@ -258,7 +258,7 @@ async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 class PerLoop(Generic[T]):
-    """One resource for each event loop, made on first use and closed when that loop shuts down."""
+    """One resource per event loop, created on first use and closed when that loop shuts down."""
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> None:
         self._make = make
@@ -280,7 +280,7 @@ class PerLoop(Generic[T]):
         return resource
 
     async def _guard(self, loop: asyncio.AbstractEventLoop, resource: T) -> AsyncGenerator[None, None]:
-        """An async generator that a loop closes when it shuts down: the only hook that every loop offers for that."""
+        """An async generator that the loop closes on shutdown: the only shutdown hook that every loop offers."""
         try:
             yield
         finally:

@@ -1,8 +1,8 @@
-"""A piece of work and its seconds → TimeoutError inside it when they are over.
+"""A block of code and a number of seconds → TimeoutError inside the block when the time is over.
 
-As `asyncio.timeout`, with two differences. It costs less: thousands of requests wait with the same number of seconds,
-so one timer serves them all, set for whoever of them started first. And time in which something held the event loop
-does not count: what could not be looked at meanwhile was not late.
+Like `asyncio.timeout`, with two differences. It costs less: thousands of requests have the same timeout, so one timer
+serves them all, set for the one that started first. And time during which the event loop was blocked does not count,
+because no task could make progress in it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
-GRAIN_S = 0.01  # when many are due one after the other, look no more often than this
-BEAT_S = 0.05
-HELD_S = 0.25  # a loop that did not come round for longer than this was held
+GRAIN_S = 0.01  # the least time between two checks of a queue
+BEAT_S = 0.05  # how often the clock runs on the loop
+HELD_S = 0.25  # a loop that ran no callback for longer than this was blocked
 
 
 class Clock:
-    """The seconds in which an event loop was free. It looks at the time itself every now and then while it is wound."""
+    """Measures the time in which an event loop was not blocked. Once wound, it runs on the loop every `BEAT_S`."""
 
     __slots__ = ("_last", "_lost_s", "_timer")
 
@@ -28,7 +28,7 @@ class Clock:
         self._timer: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
-        """The loop's own time, less all the time in which it was held."""
+        """The loop's time minus all time in which it was blocked."""
         time = asyncio.get_running_loop().time()
         if self._timer is not None and time - self._last > HELD_S:
             self._lost_s += time - self._last - BEAT_S
@@ -72,7 +72,7 @@ class Deadlines:
         self._queues: dict[float, _Queue] = {}
 
     def within(self, seconds: float) -> Deadline:
-        """A context that must be left within that many seconds."""
+        """A context that raises TimeoutError after so many seconds."""
         queue = self._queues.get(seconds)
         if queue is None:
             queue = _Queue(self._queues, seconds, self.clock)
@@ -92,7 +92,7 @@ def current() -> Deadlines:
 
 
 def within(seconds: float | None) -> AbstractContextManager[None]:
-    """A context of the running loop that must be left within that many seconds; without a number it has all the time.
+    """A context on the running loop that raises TimeoutError after so many seconds; None sets no limit.
 
     >>> async def nap():
     ...     with within(0.01):
@@ -105,7 +105,7 @@ def within(seconds: float | None) -> AbstractContextManager[None]:
 
 
 class Deadline(AbstractContextManager[None]):
-    """One piece of work, and whether its time is over."""
+    """The deadline of one block of code, and whether it has passed."""
 
     __slots__ = ("_cancelling", "_queue", "_task", "end", "is_over")
 
@@ -117,7 +117,7 @@ class Deadline(AbstractContextManager[None]):
     def __enter__(self) -> None:
         task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("a deadline needs a task to end")
+            raise RuntimeError("a deadline works only inside an asyncio task")
         self._task = task
         self._cancelling = task.cancelling()
         self.is_over = False
@@ -125,7 +125,7 @@ class Deadline(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._queue.remove(self)
-        # Someone else may have cancelled the task as well; then it stays cancelled.
+        # Other code may have cancelled the task as well; then it stays cancelled.
         if self.is_over and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
@@ -135,7 +135,7 @@ class Deadline(AbstractContextManager[None]):
 
 
 class _Queue:
-    """Those that have the same seconds, and so are due in the order in which they came."""
+    """Deadlines with the same number of seconds, which therefore expire in the order in which they were added."""
 
     __slots__ = ("_clock", "_peers", "_seconds", "_timer", "_waiting")
 

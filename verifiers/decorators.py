@@ -1,4 +1,4 @@
-"""Classic import path of the marks on methods."""
+"""Classic import path of the method decorators."""
 
 from verifiers.rollout import cleanup, stop, teardown
 

@@ -11,17 +11,17 @@ Blame = Literal["policy", "environment", "grader", "infrastructure"]
 
 
 class Error(Exception):
-    """Base of every error a rollout can carry in ``state["error"]``.
+    """Base class of every error in ``state["error"]``.
 
-    Only the policy's own faults are scored; any other blame makes the rollout *failed*, which is not a reward of 0.
+    Only errors of the policy are scored; any other blame makes the rollout *failed*, which is not a reward of 0.
     """
 
     blame: ClassVar[Blame] = "infrastructure"
-    described: dict[str, Any] | None = None  # by the process that it was raised in, where that is another one
+    described: dict[str, Any] | None = None  # the record that another process made of it, if it was raised there
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was told to stop: by Ctrl-C (SIGINT), or by SIGTERM or SIGHUP, which mean the same here."""
+    """The process was told to stop, by Ctrl-C (SIGINT), SIGTERM or SIGHUP; all three are handled alike."""
 
     def __init__(self, message: str = "", signum: int = signal.SIGINT) -> None:
         super().__init__(*([message] if message else []))
@@ -29,12 +29,12 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports a program that this signal ended."""
+        """The exit code that a shell reports for a program ended by this signal."""
         return 128 + self.signum
 
     @property
     def cause(self) -> str:
-        """Who said so, in words."""
+        """What stopped the process: "Ctrl-C" or the name of the signal."""
         return "Ctrl-C" if self.signum == signal.SIGINT else signal.Signals(self.signum).name
 
 
@@ -43,7 +43,7 @@ class ModelError(Error):
 
 
 class InvalidModelResponseError(ModelError):
-    """The endpoint answered, and what it sent is no usable reply."""
+    """The endpoint answered, but the reply is not usable."""
 
 
 class EmptyModelResponseError(InvalidModelResponseError):
@@ -55,15 +55,15 @@ class BadReplyError(InvalidModelResponseError):
 
 
 class RequestRefusedError(ModelError):
-    """The endpoint refused the request for good (bad key, unknown model, malformed arguments)."""
+    """The endpoint refused the request, and a retry would not help (bad key, unknown model, malformed arguments)."""
 
 
 class RateLimitError(ModelError):
-    """The endpoint kept asking for fewer requests until the retries ran out."""
+    """The endpoint limited the rate of requests until the retries ran out."""
 
 
 class ServerError(ModelError):
-    """The endpoint kept failing on its side until the retries ran out."""
+    """The endpoint reported server errors until the retries ran out."""
 
 
 class ConnectionFailedError(ModelError):
@@ -75,11 +75,11 @@ class DeadlineError(ModelError):
 
 
 class AccessRefusedError(RequestRefusedError):
-    """The endpoint refused one request after the other for its key or its model: nothing else will be answered."""
+    """The endpoint refused several requests in a row because of the key or the model, so it will refuse all others."""
 
 
 class EndpointDownError(ModelError):
-    """The endpoint refused everything for so long that it is taken for down, for every rollout at once."""
+    """The endpoint failed every request for so long that it is considered down, for all rollouts."""
 
 
 class OverlongPromptError(Error):
@@ -95,7 +95,7 @@ class ToolError(Error):
 
 
 class ToolParseError(ToolError):
-    """The arguments of a tool call could not be read."""
+    """The arguments of a tool call could not be parsed."""
 
 
 class ToolCallError(ToolError):
@@ -103,15 +103,15 @@ class ToolCallError(ToolError):
 
 
 class InfraError(Error):
-    """Something the rollout stands on is down."""
+    """A service or resource that the rollout needs is not available."""
 
 
 class SandboxError(InfraError):
-    """A sandbox is down or could not be made."""
+    """A sandbox is not available or could not be created."""
 
 
 class WorkerError(InfraError):
-    """A worker process could not be started or died again and again."""
+    """A worker process could not be started or died repeatedly."""
 
 
 class HookError(Error):
@@ -121,21 +121,21 @@ class HookError(Error):
 
 
 class GraderError(Error):
-    """A reward function raised, hung, or gave something that is not a finite number."""
+    """A reward function raised, timed out, or returned something that is not a finite number."""
 
     blame = "grader"
 
 
 class JudgeError(GraderError):
-    """A judge model was unreachable or gave a reply without a score."""
+    """A judge model was unreachable or replied without a score."""
 
 
 class RunDeadlineError(InfraError):
-    """The time of the whole run was over before this rollout was done."""
+    """The time limit of the whole run passed before this rollout was done."""
 
 
 def ending_cause(error: BaseException | None) -> Error | None:
-    """The error behind this one that no other rollout of the run will escape, if there is one.
+    """The error in this chain of causes that will hit all other rollouts of the run too, or None.
 
     >>> ending_cause(JudgeError("no reply")), ending_cause(EndpointDownError("gone"))
     (None, EndpointDownError('gone'))
@@ -150,7 +150,7 @@ def ending_cause(error: BaseException | None) -> Error | None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The record of an error that goes into a result: its type, blame, message, cause and traceback.
+    """The record of an error for a result: its type, blame, message, cause and traceback.
 
     >>> describe(GraderError("no score"))["blame"]
     'grader'
@@ -161,14 +161,14 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "blame": getattr(error, "blame", "environment"),
-        "message": said(error),
-        "cause": None if cause is None else f"{type(cause).__name__}: {said(cause)}",
+        "message": message_of(error),
+        "cause": None if cause is None else f"{type(cause).__name__}: {message_of(cause)}",
         "traceback": _traceback(error),
     }
 
 
-def said(error: BaseException) -> str:
-    """An error's message, even where the class of someone else cannot say it."""
+def message_of(error: BaseException) -> str:
+    """The message of an error, or a placeholder if its ``__str__`` raises."""
     try:
         return str(error)
     except BaseException:  # foreign __str__
@@ -178,12 +178,12 @@ def said(error: BaseException) -> str:
 def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except BaseException:  # foreign __str__ of an error on the way
+    except BaseException:  # foreign __str__ of an error in the chain
         return "".join(traceback.format_tb(error.__traceback__))
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of what an exception says; the name of its class, where it says nothing.
+    """The first line of an exception's message, or the name of its class if the message is empty.
 
     >>> first_line(ValueError("no\\nway")), first_line(TimeoutError())
     ('no', 'TimeoutError')
@@ -193,7 +193,7 @@ def first_line(error: BaseException, most: int = 300) -> str:
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause or what was handled when it was raised, the cause of that, and so on."""
+    """An error, then its cause (or context), then the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -202,13 +202,13 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def wrap(error: Exception, into: type[Error], what: str) -> Error:
-    """Our own errors stay as they are; a foreign one becomes ``into``, with the foreign one as its cause.
+    """Return our own errors unchanged; wrap a foreign one in ``into``, with the foreign one as its cause.
 
     >>> wrap(KeyError("x"), HookError, "env_response")
     HookError("env_response raised KeyError: 'x'")
     """
     if isinstance(error, Error):
         return error
-    wrapped = into(f"{what} raised {type(error).__name__}: {said(error)}")
+    wrapped = into(f"{what} raised {type(error).__name__}: {message_of(error)}")
     wrapped.__cause__ = error
     return wrapped

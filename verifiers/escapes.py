@@ -1,4 +1,4 @@
-"""What foreign code raised → an Exception that fails its own row; only what really stops the program gets through."""
+"""Whatever user code raised → an Exception that fails one row; only what really stops the program passes through."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from verifiers.errors import Interrupted
 
 
 class EscapedError(RuntimeError):
-    """Foreign code raised what is no Exception, such as ``pytest.fail()``, ``sys.exit()`` or GeneratorExit."""
+    """User code raised a BaseException, such as that of ``pytest.fail()`` or ``sys.exit()``, or GeneratorExit."""
 
 
 class TimeLimitError(TimeoutError):
-    """A call did not return within its limit."""
+    """A call did not return within its time limit."""
 
 
 hurry = threading.Event()
-"""Set by a second Ctrl-C: whoever cleans up now has seconds for it."""
+"""Set by a second Ctrl-C: clean-up code then has only seconds left."""
 
 
 def is_cancelled() -> bool:
-    """Was the current task told to stop, or did a CancelledError come from within what it awaits?"""
+    """Whether the current task was cancelled; if not, a CancelledError came from something that it awaits."""
     if asyncio._get_running_loop() is None:
         return False
     task = asyncio.current_task()
@@ -30,7 +30,7 @@ def is_cancelled() -> bool:
 
 
 def contained(error: BaseException) -> Exception:
-    """What foreign code raised, as an Exception; only what really stops this task or this program is raised again.
+    """Turn what user code raised into an Exception; raise it again only if it stops this task or the program.
 
     >>> contained(SystemExit(3)), contained(KeyError("x"))
     (EscapedError('it called exit(3)'), KeyError('x'))
@@ -50,14 +50,14 @@ def contained(error: BaseException) -> Exception:
 
 
 def has_escaped(error: Exception) -> bool:
-    """Is this something that was no Exception, alone or in the group that a task group makes of it?"""
+    """Whether this is an EscapedError, or an ExceptionGroup (of a task group) that contains one."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup(EscapedError) is not None
     return isinstance(error, EscapedError)
 
 
 def raise_if_escaped(error: BaseException) -> None:
-    """Where an exception means that there is no answer: what is none, such as ``sys.exit()``, still fails the row."""
+    """For code that takes an exception for "no answer": a BaseException such as ``sys.exit()`` still fails the row."""
     failure = contained(error)
     if has_escaped(failure):
         raise failure from error
@@ -66,7 +66,7 @@ def raise_if_escaped(error: BaseException) -> None:
 def _is_stop(error: BaseException) -> bool:
     if isinstance(error, asyncio.CancelledError):
         return is_cancelled()
-    if isinstance(error, GeneratorExit):  # thrown in from outside it was raised nowhere deeper than where it is caught
+    if isinstance(error, GeneratorExit):  # thrown in from outside, its traceback has only the frame that catches it
         return error.__traceback__ is not None and error.__traceback__.tb_next is None
     if not isinstance(error, KeyboardInterrupt) or isinstance(error, Interrupted):
         return isinstance(error, Interrupted)

@@ -1,4 +1,4 @@
-"""A path in a folder that anyone may have filled → a regular file; what is none is refused and never waited for."""
+"""A path in an untrusted folder → an open regular file. Anything else is refused without blocking."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ else:
     HAS_LOCKS = True
 
 BUFFER = 1 << 20
-LONGEST_LINE = 256 << 20  # bytes; a file whose lines are longer holds no records
-# Opening a FIFO waits for its other end unless it is told not to; regular files do not care.
+LONGEST_LINE = 256 << 20  # bytes; no record is longer
+# Without O_NONBLOCK, opening a FIFO blocks until its other end is opened. Regular files ignore the flag.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def cache_folder() -> Path:
-    """Where models and compiled code are kept: ``$VERIFIERS_CACHE``, or ``~/.cache/verifiers``."""
+    """The folder of downloaded models and compiled code: ``$VERIFIERS_CACHE``, or ``~/.cache/verifiers``."""
     return Path(os.environ.get("VERIFIERS_CACHE") or "~/.cache/verifiers").expanduser()
 
 
 class NotRegularError(OSError):
-    """What was to be read or written is a FIFO, a device, a socket, a folder or a link."""
+    """The path to read or write is a FIFO, a device, a socket, a folder or a link."""
 
     def __init__(self, path: str | os.PathLike[str], what: str) -> None:
-        super().__init__(errno.EINVAL, f"this is {what}, and only a regular file is taken here", os.fspath(path))
+        super().__init__(errno.EINVAL, f"this is {what}, but it must be a regular file", os.fspath(path))
 
 
 class TooLargeError(OSError):
-    """A file is larger than anything of its kind."""
+    """A file is larger than its limit."""
 
     def __init__(self, path: str | os.PathLike[str], most: int) -> None:
-        super().__init__(errno.EFBIG, f"this file is larger than {most >> 20} MiB, and is not read", os.fspath(path))
+        super().__init__(errno.EFBIG, f"this file is larger than the limit of {most >> 20} MiB", os.fspath(path))
 
 
 class LineTooLongError(OSError):
-    """A file has a line that is longer than any record."""
+    """A file has a line that is longer than the longest record."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        said = f"a line has more than {LONGEST_LINE >> 20} MiB, so these are no records"
-        super().__init__(errno.EFBIG, said, None if path is None else os.fspath(path))
+        message = f"a line is longer than {LONGEST_LINE >> 20} MiB, so this is not a file of records"
+        super().__init__(errno.EFBIG, message, None if path is None else os.fspath(path))
 
 
 def lock(fd: int, *, waits: bool) -> bool:
-    """Lock an open file against other processes until it is closed; False where there are no locks.
+    """Lock an open file against other processes until it is closed. Return False if locks are not supported.
 
-    BlockingIOError if another has it, unless this ``waits``.
+    If another process holds the lock: wait if ``waits``, else raise BlockingIOError.
     """
     if not HAS_LOCKS:
         return False
@@ -67,12 +67,12 @@ def lock(fd: int, *, waits: bool) -> bool:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file to read; a link to a regular file will do."""
+    """Open a file for reading. A link to a regular file is allowed."""
     return open(path, "rb", buffering=BUFFER, opener=lambda name, _: _opened(name, os.O_RDONLY | _AT_ONCE))
 
 
 def open_to_write(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file to write with these flags, made if need be; never through a link, whoever put it there."""
+    """Open a file for writing with these flags, and create it if needed. Never follow a link."""
     try:
         return _opened(path, flags | os.O_CREAT | _AT_ONCE | _NO_LINKS)
     except OSError as error:
@@ -82,17 +82,17 @@ def open_to_write(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], *, most: int) -> bytes:
-    """All of a file that has at most so many bytes."""
+    """The content of a file of at most ``most`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size) if size <= most else b""
-        if size > most or (len(content) == size and file.read(1)):  # it has no size of its own, or grew
+        if size > most or (len(content) == size and file.read(1)):  # a file that reports no size, or has grown
             raise TooLargeError(path, most)
     return content
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file from where it stands to where it ends now; one that grows all the time has an end too."""
+    """The lines of a file from the current position to its present end, so that a growing file ends too."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     while left > 0 and (line := file.readline(LONGEST_LINE)):
         if len(line) == LONGEST_LINE:
@@ -102,7 +102,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def is_same_file(fd: int, path: str | os.PathLike[str]) -> bool:
-    """Does a name still mean the file that is open?"""
+    """Whether a path still names the open file."""
     try:
         named = os.stat(path)
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def _opened(path: str | os.PathLike[str], flags: int) -> int:
     try:
         fd = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
             raise NotRegularError(path, "a FIFO, a socket or a device") from None
         raise
     try:
@@ -129,4 +129,4 @@ def _opened(path: str | os.PathLike[str], flags: int) -> int:
 
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFDIR: "a folder"}
-    return kinds.get(stat.S_IFMT(mode), "no regular file")
+    return kinds.get(stat.S_IFMT(mode), "not a regular file")

@@ -1,6 +1,6 @@
-"""A function that someone else wrote → a call of it that neither stops the loop, nor lasts for ever, nor ends the run.
+"""A function that a user wrote → a call that cannot block the event loop, run without a limit, or end the run.
 
-Sync functions never run on the event loop's own thread (but for those that work nowhere else): see `Hook` and `Lane`.
+Sync functions do not run in the event loop's thread, except those that work in no other: see `Hook` and `Lane`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from verifiers.escapes import TimeLimitError, contained
 from verifiers.lanes import Call, home, lane_of
 from verifiers.threads import in_thread
 
-PROMOTE_AFTER = 2
+PROMOTE_AFTER = 2  # quick calls in a row, until a function moves to the shared thread
 QUICK_S = 0.005
 SLOW_S = 0.05
-MAX_BLOCKED = 512
-MAX_STUCK = 64
+MAX_BLOCKED = 512  # calls of one function at a time in worker threads
+MAX_STUCK = 64  # calls of one function that exceeded their limit and still run
 NEVER_AWAITED = frozenset((NoneType, bool, int, float, str, list, dict, tuple))
 
 
@@ -38,18 +38,18 @@ class _Inline(threading.local):
 inline = _Inline()
 
 
-# --- how long it may take -----------------------------------------------------------------------------------------
+# --- time limits --------------------------------------------------------------------------------------------------
 
 Kind = Literal["reward", "hook"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeLimits:
-    """The seconds that one call of a reward function or of an environment's hook may take."""
+    """The time limits for one call of a reward function or of an environment's hook."""
 
     reward_s: float = 600.0
     hook_s: float = 3600.0
-    chosen: frozenset[str] = frozenset()  # for the whole run: what an environment says by itself gives way
+    chosen: frozenset[str] = frozenset()  # limits set for the whole run, which an environment cannot change
 
     def __post_init__(self) -> None:
         for name, seconds in (("reward_timeout_s", self.reward_s), ("hook_timeout_s", self.hook_s)):
@@ -62,7 +62,7 @@ limits: contextvars.ContextVar[TimeLimits] = contextvars.ContextVar("time_limits
 
 @contextmanager
 def time_limits(*, reward_s: float | None = None, hook_s: float | None = None, for_all: bool = False) -> Iterator[None]:
-    """While this lasts, calls have these limits; None leaves one as it is, and so does one that was set ``for_all``.
+    """Calls within the block have these limits. None keeps a limit, and a limit set with ``for_all`` stays fixed.
 
     >>> with time_limits(reward_s=5):
     ...     Hook(print, kind="reward").limit_s, Hook(print, kind="hook").limit_s
@@ -78,17 +78,17 @@ def time_limits(*, reward_s: float | None = None, hook_s: float | None = None, f
         limits.reset(token)
 
 
-# --- calling it ---------------------------------------------------------------------------------------------------
+# --- calls --------------------------------------------------------------------------------------------------------
 
 
 class Hook:
     """A function that a user wrote, sync or async: ``await hook(...)`` calls it.
 
-    A sync function starts out in worker threads, where it may block. Once it has shown to be quick it shares one
-    thread with the others that are (`Lane`), which costs far less; if it then takes long once, it goes back to threads
-    of its own for good. It sees no running loop in either place, so sync code may call ``env.rollout(...)`` or
-    ``asyncio.run``. Past its limit (its own ``timeout_s``, or that of its ``kind``) a call ends with `TimeLimitError`,
-    and its thread is left behind. Whatever a function raises comes out as an Exception.
+    A sync function first runs in worker threads, where it may block. After two quick calls in a row it shares one
+    thread with all other quick functions (`Lane`), which costs far less. If a call then takes long, the function goes
+    back to worker threads for good. It sees no running loop in either place, so sync code may call
+    ``env.rollout(...)`` or ``asyncio.run``. A call that exceeds its limit (its own ``timeout_s``, or that of its
+    ``kind``) ends with `TimeLimitError`, and its thread is abandoned. Whatever a function raises becomes an Exception.
     """
 
     __slots__ = (
@@ -124,21 +124,21 @@ class Hook:
         self.stuck: set[Call] = set()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         if self.is_async:
-            self._expect_on_loop()
+            self._register_on_loop()
 
-    def _expect_on_loop(self) -> None:
-        """Let it be recognised, should it hold the loop."""
+    def _register_on_loop(self) -> None:
+        """Register the function's code, so that the watchdog can name it if it blocks the loop."""
         code = code_of(self.function)
         if code is not None:
             on_loop[code] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was learned about the function does not travel: it may be slow over there."""
+        """A copy in another process starts without the measurements: the function may be slow there."""
         return functools.partial(Hook, timeout_s=self.timeout_s, kind=self.kind), (self.function,)
 
     @property
     def limit_s(self) -> float | None:
-        """The seconds that a call may take here and now."""
+        """The time limit of a call in the current context, in seconds."""
         if self.timeout_s is not None or self.kind is None:
             return self.timeout_s
         return limits.get().reward_s if self.kind == "reward" else limits.get().hook_s
@@ -157,7 +157,7 @@ class Hook:
                 return result
             if not self.is_async:
                 self.is_async = True
-                self._expect_on_loop()
+                self._register_on_loop()
             began = time.perf_counter()
             token = is_foreign.set(True)
             try:
@@ -176,13 +176,13 @@ class Hook:
         loop = asyncio.get_running_loop()
         if self.stuck and len(self.stuck) >= MAX_STUCK:
             raise TimeLimitError(
-                f"{len(self.stuck)} calls of it have not returned, and each holds a thread: no more are made"
+                f"{len(self.stuck)} earlier calls have not returned, and each holds a thread: it is not called again"
             )
         call = Call(self, functools.partial(self.function, *args, **kwargs), loop, limit_s)
         try:
             if self.is_quick:
-                return await lane_of(loop).submit(call)  # the lane sees to its limit
-            if home.get() is not None:  # nested in another hook, which holds a slot already: waiting could deadlock
+                return await lane_of(loop).submit(call)  # the lane enforces the limit
+            if home.get() is not None:  # nested in another hook, which already holds a slot: waiting could deadlock
                 return await _within(limit_s, in_thread(call.run))
             async with self._slot(loop):
                 return await _within(limit_s, in_thread(call.run))
@@ -190,10 +190,10 @@ class Hook:
             if "signal only works in main thread" not in str(error):
                 raise
             self.is_main_only = True
-            self._expect_on_loop()
+            self._register_on_loop()
             return self._call_on_loop(args, kwargs)
         finally:
-            if not call.has_ended:  # one that is given up is remembered for as long as it goes on
+            if not call.has_ended:  # an abandoned call counts as stuck until it returns
                 call.give_up()
 
     def _slot(self, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
@@ -203,14 +203,14 @@ class Hook:
         return slots
 
     def _leave_loop_if_it_blocks(self) -> None:
-        """An async function that awaits nothing, and took that long, held the loop: from now on it runs in threads."""
+        """If the function awaits nothing, its slow call blocked the loop: run it in threads from now on."""
         code = code_of(self.function)
         if code is not None and not _awaits(code):
             self.function = functools.partial(_run_unawaited, self.function)
             self.is_async, self.is_pinned = False, True
 
     def _call_on_loop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that works in the main thread only, with the running loop out of its sight."""
+        """Call a function that works only in the main thread, with the running loop hidden from it."""
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         inline.depth += 1
@@ -221,7 +221,7 @@ class Hook:
             asyncio._set_running_loop(loop)
 
     def note(self, took_s: float) -> None:
-        """Learn from a call that has ended: quick twice in a row shares a thread, slow once never does again."""
+        """Record a call's duration: a function that was quick twice in a row shares a thread until one slow call."""
         if took_s > SLOW_S and self.is_quick:
             self.is_quick, self.is_pinned = False, True
         self._quick_calls = self._quick_calls + 1 if took_s < QUICK_S else 0
@@ -242,14 +242,14 @@ async def _within(limit_s: float | None, result: Any) -> Any:
         raise TimeLimitError(f"it did not return within {limit_s:g} s") from None
 
 
-# --- tasks that it starts -----------------------------------------------------------------------------------------
+# --- tasks that foreign code starts -------------------------------------------------------------------------------
 
 is_foreign: contextvars.ContextVar[bool] = contextvars.ContextVar("is_foreign", default=False)
-"""Is this code of someone else's, or a task that it started?"""
+"""Whether foreign code is running, or a task that it started."""
 
 
 class _Guarded(Coroutine[Any, Any, Any]):
-    """A coroutine in a task of its own: ``sys.exit()`` in there would end the loop, and now ends that task only."""
+    """The coroutine of a task that foreign code starts: its ``sys.exit()`` ends only that task, not the loop."""
 
     def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine
@@ -273,13 +273,13 @@ class _Guarded(Coroutine[Any, Any, Any]):
         return self._coroutine.__await__()
 
     def __getattr__(self, name: str) -> Any:
-        """Frameworks look at the state of a task's coroutine."""
+        """Frameworks read attributes of a task's coroutine."""
         return getattr(self._coroutine, name)
 
 
 @contextmanager
 def guarded_tasks() -> Iterator[None]:
-    """While this lasts, no task that foreign code starts can end the running loop; a task factory of others stays."""
+    """Within the block, no task that foreign code starts can end the running loop. Keeps an existing task factory."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is not None:
         yield
@@ -297,12 +297,12 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) 
 
 
 def _run_unawaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an async function that awaits nothing as what it is."""
+    """Run an async function that awaits nothing like a sync function."""
     try:
         function(*args, **kwargs).send(None)
     except StopIteration as end:
         return end.value
-    raise RuntimeError("it awaited something after all")
+    raise RuntimeError("it awaited something, although its code contains no await")
 
 
 def _awaits(code: CodeType) -> bool:
@@ -313,7 +313,7 @@ def _awaits(code: CodeType) -> bool:
 
 
 def code_of(function: Any) -> CodeType | None:
-    """The code of a function, seen through partials, bound methods and callable objects."""
+    """The code object of a function, partial, bound method or callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     if not inspect.isroutine(function):
@@ -323,11 +323,11 @@ def code_of(function: Any) -> CodeType | None:
 
 
 on_loop: WeakValueDictionary[CodeType, Hook] = WeakValueDictionary()
-"""Functions of others that run on an event loop's own thread, by their code: for whoever looks who holds it."""
+"""User functions that run in an event loop's thread, by code object, so that the watchdog can find a blocking one."""
 
 
 def is_async_callable(function: Any) -> bool:
-    """Does calling this give a coroutine? Sees through partials, bound methods and callable objects."""
+    """Whether a call returns a coroutine; also for partials, bound methods and callable objects."""
     while isinstance(function, functools.partial):
         function = function.func
     if inspect.iscoroutinefunction(function) or hasattr(function, "coroutine"):

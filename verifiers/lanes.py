@@ -1,7 +1,7 @@
-"""Calls of quick functions → their results, out of one thread that they share.
+"""Calls of quick functions → their results, computed in one shared thread.
 
-All that come together in one turn of the event loop go over together: a switch of threads for each would cost more than
-the calls.
+All calls made in one iteration of the event loop are handed over at once, because a thread switch per call would cost
+more than the calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from verifiers import deadlines
 from verifiers.escapes import TimeLimitError, contained
 from verifiers.threads import threads
 
-POST_EVERY_S = 0.002
+POST_EVERY_S = 0.002  # how often results are sent back to the loop while more calls wait
 
 home: contextvars.ContextVar[asyncio.AbstractEventLoop | None] = contextvars.ContextVar("home_loop", default=None)
-"""The loop that a function in a thread was called from."""
+"""The event loop from which the function that runs in this thread was called."""
 
 
 class Owner(Protocol):
-    """The function that is called, and what is known of it."""
+    """The hook to which a call belongs."""
 
     is_quick: bool
     is_pinned: bool
@@ -71,7 +71,7 @@ class Call:
             self.hook.stuck.discard(self)
 
     def limit(self, loop: asyncio.AbstractEventLoop) -> None:
-        """It takes long: from now on its limit is watched."""
+        """Enforce the time limit of a call that turned out to be slow."""
         if self.limit_s is not None:
             loop.call_later(self.began + self.limit_s - time.perf_counter(), self._expire)
 
@@ -83,22 +83,21 @@ class Call:
         self.is_given_up = True
         if self.began:
             self.hook.stuck.add(self)
-            if self.has_ended:  # meanwhile
+            if self.has_ended:  # it ended in the meantime
                 self.hook.stuck.discard(self)
 
 
 class Lane:
-    """The quick calls of one event loop, one after the other in one thread.
+    """The quick calls of one event loop, which run one after the other in one thread.
 
-    All that come together in one turn of the loop go over together, and so do their results: a switch of threads for
-    each would cost more than the calls. The loop keeps an eye on it: a call that holds the lane for longer than a
-    fraction of a second is left alone with its thread, and the others go on in another.
+    Calls made in one iteration of the loop are handed over at once, and so are their results. The loop watches the
+    thread: if a call runs for longer than `HELD_S`, it keeps that thread, and the others continue in another one.
     """
 
     def __init__(self) -> None:
         self._gathered: list[Call] = []
         self._runner = _Runner()
-        self._is_watched = False  # no handle is kept: it holds the loop, which would never be freed
+        self._is_watched = False  # not the timer handle, which references the loop and would keep it alive
 
     def submit(self, call: Call) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
@@ -122,7 +121,7 @@ class Lane:
     def _look(self) -> None:
         runner, loop = self._runner, asyncio.get_running_loop()
         self._is_watched = False
-        runner.settle()  # what was done before a call that holds the lane
+        runner.settle()  # deliver the results of calls that ended before the one that blocks the lane
         held_by = runner.current
         if held_by is not None and time.perf_counter() - held_by.began > deadlines.HELD_S:
             held_by.hook.is_quick, held_by.hook.is_pinned = False, True
@@ -135,7 +134,7 @@ class Lane:
 
 
 class _Runner:
-    """The thread of a lane, for as long as there are calls."""
+    """The thread of a lane. It runs only while there are calls."""
 
     def __init__(self) -> None:
         self.current: Call | None = None
@@ -152,7 +151,7 @@ class _Runner:
             threads.submit(functools.partial(self._run, loop))
 
     def replace(self) -> list[Call]:
-        """Its current call will keep it for long: take the others away."""
+        """Take away the waiting calls, because the current one is slow."""
         with self._mutex:
             rest = list(self._calls)
             self._calls.clear()
@@ -173,7 +172,7 @@ class _Runner:
             self.current = call
             try:
                 outcome = (call, call.run(), None)
-            except Exception as error:  # foreign code; the awaiting side decides
+            except Exception as error:  # foreign code; raised again where the call is awaited
                 outcome = (call, None, _carried(error))
             self.current = None
             self._ended.append(outcome)
@@ -185,11 +184,11 @@ class _Runner:
     def _post(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             loop.call_soon_threadsafe(self.settle)
-        except RuntimeError:  # the loop was closed while the functions still ran
+        except RuntimeError:  # the loop was closed while the functions ran
             return
 
     def settle(self) -> None:
-        """On the loop: hand over what has ended."""
+        """Deliver the results of ended calls. Runs on the loop."""
         while self._ended:
             call, result, error = self._ended.popleft()
             future = call.future
@@ -205,7 +204,7 @@ _Outcome = tuple[Call, Any, Exception | None]
 
 
 def _carried(error: Exception) -> Exception:
-    """A future cannot carry a StopIteration."""
+    """A future cannot hold a StopIteration."""
     return RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
 
 

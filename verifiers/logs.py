@@ -1,4 +1,4 @@
-"""What a person sees of the library in a terminal: log lines and a sample of rollouts, without control characters."""
+"""Output to a terminal: log lines and a sample of rollouts, without control characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOGGER = logging.getLogger("verifiers")
 
 
 def setup_logging(level: str | int = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
-    """Show the library's log on stderr. Nothing is shown unless this (or logging's own set-up) is called."""
+    """Show the library's log on stderr. Nothing is shown unless this is called (or ``logging`` is configured)."""
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name(_HANDLER_NAME)
     handler.setFormatter(
@@ -29,12 +29,12 @@ def setup_logging(level: str | int = "INFO", log_format: str | None = None, date
     _LOGGER.setLevel(level.upper() if isinstance(level, str) else level)
 
 
-class log_level(ContextDecorator):  # a function to its users: `with vf.log_level("DEBUG"):`
-    """Within the block the library logs what is of this level or above; blocks may be nested."""
+class log_level(ContextDecorator):  # lower case, because users call it like a function: `with vf.log_level("DEBUG"):`
+    """Within the block the library logs messages of this level or above. Blocks may be nested."""
 
     def __init__(self, level: str | int) -> None:
         self._level = level.upper() if isinstance(level, str) else level
-        self._outer: list[int] = []  # levels to go back to
+        self._outer: list[int] = []  # levels to restore
 
     def __enter__(self) -> None:
         self._outer.append(_LOGGER.level)
@@ -50,7 +50,7 @@ def quiet_verifiers() -> log_level:
 
 
 def printable(text: str) -> str:
-    r"""Model output made safe for a terminal: escape sequences and control characters are shown, not obeyed.
+    r"""Make model output safe for a terminal: control characters (and so escape sequences) are shown as text.
 
     >>> printable("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -66,8 +66,8 @@ def print_prompt_completions_sample(
     num_samples: int = 1,
     errors: Any = None,
 ) -> None:
-    """Print the first rollouts: what was asked, what was said, what it scored."""
-    if isinstance(step, Sequence):  # by position as in 0.1.9: prompts, completions, errors, rewards, step, num_samples
+    """Print the first rollouts: prompt, completion and reward."""
+    if isinstance(step, Sequence):  # positional as in 0.1.9: prompts, completions, errors, rewards, step, num_samples
         errors, rewards, step, num_samples = rewards, step, num_samples, errors or 1
     from rich.console import Console
     from rich.table import Table

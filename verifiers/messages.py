@@ -1,4 +1,4 @@
-"""Messages: joining them, reading the text out of them, showing them. Content parts are never rewritten."""
+"""Messages: joining them, extracting their text, showing them. Content parts are never rewritten."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.types import ChatMessage, Messages
 
 
 def as_messages(value: Any, *, role: str = "user") -> list[ChatMessage]:
-    """A string, a message or a list of either, as a list of messages.
+    """Convert a string, a message or a list of either into a list of messages.
 
     >>> as_messages("hi")
     [{'role': 'user', 'content': 'hi'}]
@@ -57,7 +57,7 @@ def _part_text(part: Any) -> str:
 
 
 def has_audio(messages: Any) -> bool:
-    """Does any message carry a sound? Endpoints then want to be told that text is to come back."""
+    """Whether any message contains audio. Endpoints then require the request to ask for text output."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "input_audio" for p in content):
@@ -66,20 +66,20 @@ def has_audio(messages: Any) -> bool:
 
 
 def role_of(message: Any) -> str | None:
-    """The role of a message, a dict or an SDK object."""
+    """The role of a message (a dict or an SDK object)."""
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
     return role if isinstance(role, str) else None
 
 
 def text_of(message: Any) -> str:
-    """The text of one message, a dict or an SDK object."""
+    """The text of one message (a dict or an SDK object)."""
     if isinstance(message, str):
         return message
     return content_text(message.get("content") if isinstance(message, dict) else getattr(message, "content", None))
 
 
 def last_reply(completion: Any) -> str:
-    """The text of the last assistant message; of a string, itself.
+    """The text of the last assistant message; a string is returned as it is.
 
     >>> last_reply([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Correct!"}])
     '4'
@@ -93,7 +93,7 @@ def last_reply(completion: Any) -> str:
 
 
 def messages_to_printable(messages: Messages) -> Messages:
-    """The same messages with images and sounds replaced by a short placeholder."""
+    """The same messages with each image or audio part replaced by a short placeholder."""
     if isinstance(messages, str):
         return messages
     return [{**message, "content": _printable_content(message.get("content"))} for message in messages]
@@ -110,9 +110,9 @@ def _printable_content(content: Any) -> Any:
 
 
 def strip_nones_from_content(messages: list[Any]) -> list[Any]:
-    """Drop None-valued keys inside content parts (data sets fill them in when parts differ in shape).
+    """Drop None-valued keys inside content parts (data sets add them when parts have different keys).
 
-    Token ids, which a completion may be asked with, stay as they are."""
+    Token ids, which may be the prompt of a completion, stay as they are."""
     return [
         {**message, "content": _without_nones(message)}
         if not isinstance(message, int) and isinstance(message.get("content"), list)
@@ -129,10 +129,10 @@ def _without_nones(message: ChatMessage) -> list[Any]:
 
 
 def with_argument_objects(message: ChatMessage) -> ChatMessage:
-    """The same message with the arguments of its tool calls as objects, not as JSON text, and no content as "".
+    """The same message with the arguments of its tool calls as objects instead of JSON text, and content None as "".
 
-    That is what chat templates are written for: one that says ``arguments | tojson`` would encode a text twice.
-    Arguments that are no JSON object stay the text they are.
+    Chat templates expect this form: one with ``arguments | tojson`` would encode a text twice.
+    Arguments that are not a JSON object stay text.
 
     >>> call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     >>> with_argument_objects({"role": "assistant", "content": None, "tool_calls": [call]})["tool_calls"][0]["function"]
@@ -157,14 +157,14 @@ def _with_object(call: Any) -> Any:
 
 
 def called_functions(message: ChatMessage) -> list[dict[str, Any]]:
-    """The functions that a message calls: names, and arguments as objects."""
+    """The functions that a message calls: their names, and their arguments as objects."""
     calls = with_argument_objects(message).get("tool_calls") or []
     functions = [call.get("function") for call in calls if isinstance(call, dict)]
     return [function for function in functions if isinstance(function, dict)]
 
 
 def _decoded(value: Any) -> Any:
-    """The value of a JSON text; anything else, and what is no JSON, as it is."""
+    """The value of a JSON text; anything else, and invalid JSON, is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -174,7 +174,7 @@ def _decoded(value: Any) -> Any:
 
 
 def tools_of(row: Any) -> list[dict[str, Any]] | None:
-    """The tools that a row, a record or a state says were on offer.
+    """The tools that were offered to the model, according to a row, a record or a state; None if there were none.
 
     >>> tools_of({"info": '{"oai_tools": [{"type": "function"}]}'}), tools_of({"info": {}})
     ([{'type': 'function'}], None)
@@ -185,12 +185,12 @@ def tools_of(row: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_tools(value: Any) -> bool:
-    """Schemas, and not a column of somebody's own by this name."""
+    """Whether this is a list of tool schemas, not a user's column of the same name."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(tool, dict) for tool in value)
 
 
 def template_settings(row: Any) -> dict[str, Any]:
-    """The variables of the chat template (``chat_template_kwargs``) that a row, a record or a state was made with.
+    """The variables of the chat template (``chat_template_kwargs``) of a row, a record or a state.
 
     >>> template_settings({"sampling_args": {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}})
     {'enable_thinking': False}
@@ -202,7 +202,7 @@ def template_settings(row: Any) -> dict[str, Any]:
 
 
 def sanitize_tool_calls(messages: Messages) -> Messages:
-    """The same messages with tool calls as JSON strings, so that rows of different tools fit one column."""
+    """The same messages with tool calls as JSON strings, so that rows with different tools fit into one column."""
     import msgspec
 
     if isinstance(messages, str):
@@ -221,7 +221,7 @@ LEAVES = frozenset((NoneType, bool, int, float))
 
 
 def chars_in(value: Any, *, stop_after: int) -> int:
-    """The characters of all texts in a request, and one for each thing in it; counting ends once there are too many.
+    """The size of a request: the characters of its texts plus one per other value or item. Stops above ``stop_after``.
 
     >>> chars_in(["2+2?", {"role": "user"}], stop_after=100), chars_in(["a" * 50, "b" * 50], stop_after=10)
     (16, 53)

@@ -1,4 +1,4 @@
-"""A run's counts become something to watch: a live bar in a terminal, plain lines elsewhere, nothing on request."""
+"""The counts of a run → a live bar in a terminal or notebook, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifiers.types import State
 
 
 class Progress(Protocol):
-    """Told of each rollout that starts and ends."""
+    """Shows the progress of a run."""
 
     def start(self, total: int, done: int) -> None: ...
     def update(self, state: State) -> None: ...
@@ -25,15 +25,15 @@ class Progress(Protocol):
 
 
 class Tally:
-    """Counts, and says nothing: the silent progress, and what the others count with."""
+    """Counts without output: the silent progress, and the base class of the others."""
 
     def __init__(self) -> None:
         self.total = self.done = self.failed = 0
         self.tokens = 0
-        self._means: dict[Any, tuple[float, int]] = {}  # of each example, and of how many rollouts
+        self._means: dict[Any, tuple[float, int]] = {}  # by example: mean reward, number of scored rollouts
         self._sum = self._square = 0.0
         self.began = time.monotonic()
-        self.activity: Activity | None = None  # of the run, where it has one: what comes between finished rollouts
+        self.activity: Activity | None = None  # of the run, if any: replies within unfinished rollouts
 
     def start(self, total: int, done: int) -> None:
         self.total, self.done = total, done
@@ -58,12 +58,12 @@ class Tally:
 
     @property
     def mean(self) -> float | None:
-        """The mean reward so far; every example weighs the same."""
+        """The mean reward so far; every example has the same weight."""
         return self._sum / len(self._means) if self._means else None
 
     @property
     def tokens_so_far(self) -> int:
-        """Of every reply that came, also of rollouts that are still under way."""
+        """The tokens of all replies, including those of unfinished rollouts."""
         return max(self.tokens, self.activity.tokens_so_far if self.activity is not None else 0)
 
     def note(self, text: str) -> None: ...
@@ -80,7 +80,7 @@ class Tally:
 
 
 class Enduring:
-    """A stream whose reader may go away: what is written after that is lost, and nothing else is."""
+    """A stream whose reader may go away: later writes are discarded instead of raising."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -100,7 +100,7 @@ class Enduring:
             step(*args)
         except OSError as error:
             self._is_gone = True
-            if error.errno in (errno.EPIPE, errno.EIO):  # nobody reads, or the terminal was closed
+            if error.errno in (errno.EPIPE, errno.EIO):  # no reader, or the terminal was closed
                 _discard_rest(self._stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,15 +108,15 @@ class Enduring:
 
 
 def _discard_rest(stream: IO[str]) -> None:
-    """Let what is still buffered go nowhere: Python would try to write it when it ends, and exit with status 120."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file
+    """Discard buffered output. Otherwise Python tries to write it at exit, fails, and exits with status 120."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file descriptor
         descriptor, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
 
 class Lines(Tally):
-    """A line on stderr every few seconds: for logs and pipes."""
+    """A line on stderr every few seconds, for logs and pipes."""
 
     def __init__(self, stream: IO[str] | None = None, every_s: float = 10.0) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Lines(Tally):
 
 
 class Bar(Tally):
-    """A live bar in a terminal, drawn anew by itself: replies come while no rollout ends."""
+    """A live bar in a terminal. It refreshes on a timer, because replies arrive between finished rollouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Bar(Tally):
 
 
 class NotebookBar(Tally):
-    """A live bar in the output of a notebook's cell; what is to be noted stands below it."""
+    """A live bar in the output of a notebook's cell, with notes below it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class NotebookBar(Tally):
 
 
 def make_progress(show: bool | Progress) -> Progress:
-    """Silent, live or plain, by what was asked for and where stderr goes."""
+    """The progress display for ``show``: silent, live or plain lines, depending on where stderr goes."""
     if not isinstance(show, bool):
         return show
     if not show:
@@ -224,7 +224,7 @@ def make_progress(show: bool | Progress) -> Progress:
 
 
 def clock(seconds: float | None) -> str:
-    """A span of time as a clock shows it.
+    """A duration as minutes and seconds, or hours, minutes and seconds.
 
     >>> clock(5), clock(75), clock(7384), clock(None)
     ('0:05', '1:15', '2:03:04', '–')

@@ -1,4 +1,4 @@
-"""Finished rollouts become columns, an honest mean, and a report one can read."""
+"""Finished rollouts → columns, means with intervals, and a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifiers.notebooks import figures_html, page_html, samples_html, text_html
 from verifiers.stats.aggregates import failure
 from verifiers.types import ChatMessage, GenerateMetadata, State, Usage
 
-HTML_SAMPLES = 5  # rollouts that a notebook's report can open
+HTML_SAMPLES = 5  # rollouts shown in a notebook's report
 _COLUMNS = {
     "prompt": "prompts",
     "completion": "completions",
@@ -27,13 +27,13 @@ _COLUMNS = {
     "stop_condition": "stop_conditions",
     "is_truncated": "is_truncated",
 }
-_ABSENT = {"answer": str, "info": dict}  # what stands for a field that a row does not have, here as on disk
+_ABSENT = {"answer": str, "info": dict}  # the type of the empty value for a missing field, as on disk
 _SINGULAR = {plural: singular for singular, plural in _COLUMNS.items()}
 _TAKEN = frozenset((*_COLUMNS, *_SINGULAR, "metrics", "metadata"))
 
 
 def listed_as(metric: str) -> str:
-    """The name under which a metric is listed: one that is called like a column is written as the function it is.
+    """The name under which a metric is listed: one with the name of a column gets parentheses.
 
     >>> listed_as("exact"), listed_as("reward")
     ('exact', 'reward()')
@@ -44,9 +44,9 @@ def listed_as(metric: str) -> str:
 class Results:
     """The rollouts of one run.
 
-    Columns hold the rollouts that were scored, aligned with one another. What could not be scored is in
-    ``results.failed``; ``results.rollouts`` has every state in the order of the rows. ``results.mean_reward`` weighs
-    every example alike, however many of its rollouts were scored.
+    Columns contain the scored rollouts, aligned with one another. Failed rollouts are in ``results.failed``;
+    ``results.rollouts`` has every state in the order of the rows. ``results.mean_reward`` gives every example the same
+    weight, however many of its rollouts were scored.
 
     >>> state = State(input={"prompt": "2+2?", "answer": "4", "example_id": 0}, completion="4", reward=1.0, metrics={})
     >>> prompts, completions, rewards = Results([state])
@@ -60,11 +60,11 @@ class Results:
         self.rollouts: list[State] = [*rollouts, *_from_columns(columns)]
         self.metadata: GenerateMetadata = dict(metadata or {})  # type: ignore[assignment]
         self.aggregate_functions: dict[str, Any] = {}
-        self.parsers: dict[str | None, Any] = {}  # that read the answers, by task; None: of all other tasks
+        self.parsers: dict[str | None, Any] = {}  # by task; None: the parser of all other tasks
         self.scored = [state for state in self.rollouts if state.get("error") is None]
         self.failed = [state for state in self.rollouts if state.get("error") is not None]
 
-    # --- a coroutine that has already ended: scripts of 0.1.x say ``asyncio.run(env.evaluate(...))`` ------------------
+    # --- acts as a finished coroutine, for scripts of 0.1.x that call ``asyncio.run(env.evaluate(...))`` --------------
 
     async def _itself(self) -> Results:
         return self
@@ -105,7 +105,7 @@ class Results:
 
     def __getitem__(self, name: str) -> Any:
         if not isinstance(name, str):
-            raise TypeError(f"results are indexed by column, one of {', '.join(self.keys())}; got {name!r}")
+            raise TypeError(f"results are indexed by column name ({', '.join(self.keys())}), not {name!r}")
         if name == "metadata":
             return self.metadata
         if name == "metrics":
@@ -133,20 +133,21 @@ class Results:
 
     @property
     def metric_names(self) -> list[str]:
-        """The metrics as they are listed; a reward function that is called ``reward`` is the metric ``reward()``."""
+        """The names of the metrics. That of a reward function named ``reward`` is ``reward()``."""
         return [*map(listed_as, self._metrics)]
 
     @property
     def _metrics(self) -> list[str]:
-        names = dict.fromkeys(state.peek_metric_names() for state in self.scored)  # nearly all have the same ones
+        names = dict.fromkeys(state.peek_metric_names() for state in self.scored)  # nearly all have the same names
         return list(dict.fromkeys(name for some in names for name in some))
 
     # --- figures --------------------------------------------------------------------------------------------------
 
     def interval(self, name: str = "reward", level: float = 0.95) -> stats.Interval:
-        """The mean of a column over examples, with its interval.
+        """The mean of a column over examples, with its confidence interval.
 
-        Where a run was to stop as soon as the mean was known, the reward's 95% interval is the one that allows for it.
+        If the run had an ``until`` rule, the reward's interval at the same level is the sequential one, which stays
+        valid under early stopping.
         """
         found = stats.mean_interval(self[name], self["example_id"], level=level)
         early = self.metadata.get("until")
@@ -156,12 +157,12 @@ class Results:
 
     @property
     def mean_with_failures(self) -> tuple[float, float] | None:
-        """The least and the largest mean reward that the failed rollouts could have made of it."""
+        """The lowest and the highest mean reward that are possible if the failed rollouts had been scored."""
         rewards = [None if state.get("error") is not None else state.get("reward") for state in self.rollouts]
         return stats.with_failures(rewards, [state.get("example_id") for state in self.rollouts])
 
     def by(self, name: str) -> dict[Any, Results]:
-        """The rollouts apart by a column of their rows: ``results.by("task")``, ``results.by("difficulty")``."""
+        """The rollouts split by a column of their rows: ``results.by("task")``, ``results.by("difficulty")``."""
         parts: dict[Any, list[State]] = {}
         for state in self.rollouts:
             parts.setdefault(state.get(name), []).append(state)
@@ -169,7 +170,7 @@ class Results:
         return {value: Results(states, metadata) for value, states in parts.items()}
 
     def judged_by(self, env: Any) -> Results:
-        """These results with the aggregate metrics that an environment names."""
+        """These results with the aggregate metrics of an environment."""
         self.aggregate_functions, self.parsers = dict(getattr(env, "aggregates", {})), env.parsers
         return self
 
@@ -179,10 +180,10 @@ class Results:
         return {name: self.aggregate(function) for name, function in self.aggregate_functions.items()}
 
     def aggregate(self, function: Any, *, level: float = 0.95) -> stats.Aggregate:
-        """One figure of all scored rows: a name of ours (``"balanced_accuracy"``), or any function of a list of rows.
+        """One figure over all scored rows: a built-in name (``"balanced_accuracy"``) or any function of a list of rows.
 
-        A row has ``example_id``, ``answer``, ``parsed`` (what the parser reads in the reply), ``reward``, ``metrics``,
-        ``info``, ``task``, ``prompt`` and ``completion``. Whole examples are drawn again for the interval.
+        A row has ``example_id``, ``answer``, ``parsed`` (the parsed answer), ``reward``, ``metrics``, ``info``,
+        ``task``, ``prompt`` and ``completion``. The bootstrap of the interval resamples whole examples.
         """
         (found,) = stats.as_aggregates([function]).values()
         try:
@@ -197,13 +198,13 @@ class Results:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all rollouts, the failed ones too, also those that were run again since: they were paid for."""
+        """The tokens of all rollouts, including failed ones and those that were retried, since they all cost money."""
         retried = Usage(**(self.metadata.get("retried_usage") or {}))
         return sum((usage for state in self.rollouts if (usage := state.peek_usage())), retried)
 
     @property
     def causes(self) -> dict[str, int]:
-        """Why rollouts failed: how many times each cause."""
+        """Why rollouts failed, with counts, most frequent first."""
         counts: dict[str, int] = {}
         for state in self.failed:
             cause = (
@@ -227,7 +228,7 @@ class Results:
 
 
 def row_of(state: Mapping[str, Any], parsers: Mapping[str | None, Any]) -> dict[str, Any]:
-    """What functions of all rows see of a rollout, or of the record of one."""
+    """The row that aggregate functions get for a rollout or its record."""
     completion, parser = state.get("completion"), parsers.get(state.get("task"), parsers.get(None))
     keys = ("example_id", "answer", "reward", "info", "task", "prompt")
     parsed = parser.parse_answer(completion) if parser is not None else last_reply(completion)
@@ -240,7 +241,7 @@ def row_of(state: Mapping[str, Any], parsers: Mapping[str | None, Any]) -> dict[
 
 
 def _from_columns(columns: Mapping[str, Any]) -> list[State]:
-    """Rollouts from columns by name, as classic's ``GenerateOutputs(prompt=[…], completion=[…], …)`` takes them.
+    """Rollouts from columns by name, as for classic's ``GenerateOutputs(prompt=[…], completion=[…], …)``.
 
     >>> Results(prompt=["2+2?"], completion=["4"], example_id=[0], reward=[1.0], metrics={"exact": [1.0]})["exact"]
     [1.0]
@@ -259,7 +260,7 @@ def _from_columns(columns: Mapping[str, Any]) -> list[State]:
 
 
 def counts_and_causes(results: Results) -> list[str]:
-    """How many rollouts of how many examples, how many of them failed, and why."""
+    """The numbers of rollouts, examples and failures, and the causes of failure."""
     examples = len({state.get("example_id") for state in results.rollouts})
     rollouts = len(results.rollouts)
     counts = f"{rollouts} rollout{'s' * (rollouts != 1)} of {examples} example{'s' * (examples != 1)}"
@@ -273,12 +274,12 @@ def counts_and_causes(results: Results) -> list[str]:
 
 
 def _shortened(cause: str, most: int = 240) -> str:
-    """A cause that ends with a whole word."""
+    """A cause, cut after a whole word."""
     return cause if len(cause) <= most else f"{cause[:most].rsplit(' ', 1)[0]} …"
 
 
 def report(results: Results) -> str:
-    """The run in a few lines: how many, how good, how sure, at what cost."""
+    """The report of a run: counts, rewards and metrics with intervals, tokens."""
     lines = counts_and_causes(results)
     if results.failed and (ends := results.mean_with_failures) is not None:
         lines.append(f"  had these been scored, the mean reward could be anything from {ends[0]:.3f} to {ends[1]:.3f}")
@@ -306,7 +307,7 @@ def _tokens(results: Results) -> str:
 
 
 def figures(results: Results) -> list[str]:
-    """The reward and the metrics with their intervals; then counts, which have none; those that are 0 are folded."""
+    """The reward and the metrics with intervals, then counts without; counts that are always 0 share one line."""
     names = results.metric_names
     scores = ["reward", *(name for name in names if not stats.is_count(name))]
     counts = {name: results.interval(name).mean for name in names if stats.is_count(name)}
@@ -325,7 +326,7 @@ def figures(results: Results) -> list[str]:
 
 
 def html_report(results: Results) -> str:
-    """The same for a notebook: figures with their intervals drawn, and the first rollouts to open."""
+    """The report as HTML for a notebook: plotted intervals, and the first rollouts to expand."""
     examples = len({state.get("example_id") for state in results.rollouts})
     counts = f"{len(results.rollouts):,} rollouts of {examples:,} examples, {len(results.failed):,} failed"
     notes = [text_html(counts)]
@@ -361,7 +362,7 @@ def _sample(state: State) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _words(message: ChatMessage) -> str:
-    """A message as text, the tools that it calls below."""
+    """A message as text, followed by its tool calls."""
     calls = [f"→ {one.get('name')}({one.get('arguments')})" for one in called_functions(message)]
     return "\n".join(part for part in (content_text(message.get("content")), *calls) if part)
 

@@ -1,4 +1,4 @@
-"""The episode loop: a state goes turn by turn to its end, and says why it ended."""
+"""The episode loop: runs a rollout turn by turn to its end, and records why it ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger("verifiers.rollout")
 
 
 class CleanedUp(Protocol):
-    """What holds something for each rollout, and gives it back."""
+    """Holds resources per rollout, and releases them."""
 
     async def clean_up(self, state: State) -> None: ...
 
 
 class Episode(CleanedUp, Protocol):
-    """What the loop asks of an environment; each may be a user's override, sync or async."""
+    """What the loop needs from an environment. Behind each method may be a user's override, sync or async."""
 
     async def start(self, state: State) -> State: ...
     async def ask_completed(self, state: State) -> bool: ...
@@ -35,7 +35,7 @@ class Episode(CleanedUp, Protocol):
 
 
 async def take_turns(env: Episode, state: State) -> None:
-    """The model speaks, the environment answers, until a stop condition is met."""
+    """Alternate between the environment's prompt and the model's reply until a stop condition is met."""
     while not await env.ask_completed(state):
         prompt = await env.next_prompt(state)
         if state.get("final_env_response") is not None:
@@ -46,7 +46,7 @@ async def take_turns(env: Episode, state: State) -> None:
 async def run_episode(
     env: Episode, state: State, turns: Callable[[Any, State], Coroutine[Any, Any, None]] = take_turns
 ) -> State:
-    """Play one rollout to its end. Whatever goes wrong ends up in the state; nothing but cancellation escapes."""
+    """Run one rollout to its end. Errors are recorded in the state; only cancellation is raised."""
     try:
         state = await _started(env, state)
         await turns(env, state)
@@ -61,19 +61,19 @@ async def run_episode(
 
 
 async def _started(env: Episode, state: State) -> State:
-    """The first state. A tool that fails in there is not the policy's fault, which has not been asked yet."""
+    """The first state. A tool error here is not the policy's fault, because the model was not called yet."""
     try:
         return await env.start(state)
     except ToolError as error:
-        raise HookError(f"before the model was asked, {type(error).__name__}: {error}") from error
+        raise HookError(f"before the first request to the model, {type(error).__name__}: {error}") from error
 
 
 async def abandon(env: CleanedUp, state: State) -> None:
-    """The rollout is lost; what it holds (a sandbox, a game) is given back all the same."""
+    """Release the resources of a cancelled rollout (a sandbox, a game)."""
     try:
         await env.clean_up(state)
-    except BaseException as error:  # foreign code, and nobody is left to read the state
-        logger.error("cleaning up after a cancelled rollout", exc_info=contained(error))
+    except BaseException as error:  # foreign code; logged, because the state is discarded
+        logger.error("the clean-up of a cancelled rollout failed", exc_info=contained(error))
 
 
 async def _finish(env: Episode, state: State) -> None:
@@ -93,7 +93,7 @@ async def _finish(env: Episode, state: State) -> None:
 
 
 def read_error(state: State) -> None:
-    """A hook may have written ``state["error"]`` by itself: what the policy did is scored here too."""
+    """Apply `note_error` to an error that a hook wrote into ``state["error"]`` itself."""
     error = state.get("error")
     if error is None or (isinstance(error, Error) and error.blame != "policy"):
         return
@@ -102,7 +102,7 @@ def read_error(state: State) -> None:
 
 
 def note_error(state: State, error: Exception) -> None:
-    """What the policy caused ends the rollout and is scored; anything else makes it failed."""
+    """Record an error: one that the policy caused ends the rollout, which is scored; any other makes it failed."""
     wrapped = wrap(error, HookError, _where(error))
     if isinstance(wrapped, OverlongPromptError):
         state["prompt_too_long"] = True
@@ -116,7 +116,7 @@ def note_error(state: State, error: Exception) -> None:
 
 
 def _where(error: Exception) -> str:
-    """The hook an error came out of: the first function on its way that is not ours."""
+    """The hook that an error came from: the first function in the traceback that is not ours."""
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -127,22 +127,22 @@ def _where(error: Exception) -> str:
 
 
 def note_timing(state: State) -> None:
-    """Write how long generation took; a state that was made by hand does not know when it began."""
+    """Write how long generation took. A state that was created by hand has no start time."""
     timing = state.get("timing") or {}
     if "start_time" not in timing:
         return
-    began = getattr(state, "began_at", None)  # the clock of the day may be set back meanwhile
+    began = getattr(state, "began_at", None)  # monotonic, since the system clock may be set back
     took_s = time.time() - timing["start_time"] if began is None else time.perf_counter() - began
     timing["generation_ms"] = max(took_s, 0.0) * 1000
     timing["total_ms"] = timing["generation_ms"] + timing.get("scoring_ms", 0.0)
 
 
 def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
-    """Take over what a hook returned as the state: the whole one, another one, or only what changed."""
+    """Merge what a hook returned into the state: the state itself, another one, or only the changed keys."""
     if update is None or update is state:
         return
     if not isinstance(update, Mapping):
-        raise HookError(f"a hook returned {update!r:.100}; it returns the state, a dict of what changes, or nothing")
+        raise HookError(f"a hook returned {update!r:.100}; it must return the state, a dict of changes, or None")
     if not isinstance(steps := update.get("trajectory", []), list):
         raise no_trajectory(steps)
     for key, value in update.items():
@@ -151,13 +151,13 @@ def merge_state(state: State, update: Mapping[str, Any] | None) -> None:
 
 def no_trajectory(found: Any) -> HookError:
     return HookError(
-        f"state['trajectory'] is the list of a rollout's turns, which are kept here, and not {found!r:.100}: leave it "
-        "out of what an agent or a hook returns"
+        f"state['trajectory'] must be the list of the rollout's turns, which the library keeps, not {found!r:.100}: do "
+        "not return it from an agent or a hook"
     )
 
 
 def split_response(result: Any) -> tuple[Any, Mapping[str, Any] | None]:
-    """What ``env_response`` returned, as messages and a state update.
+    """Split the return value of ``env_response`` into messages and a state update.
 
     >>> split_response(("Correct!", {"completed": True}))
     ('Correct!', {'completed': True})
@@ -172,7 +172,7 @@ def split_response(result: Any) -> tuple[Any, Mapping[str, Any] | None]:
 
 
 def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> TrajectoryStepTokens | None:
-    """One turn's tokens as a trajectory step keeps them, cut to the longest sequence that may be trained on.
+    """The tokens of one turn for a trajectory step, truncated to ``max_seq_len``.
 
     >>> step = step_tokens(Tokens(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.1, -0.2]), max_seq_len=3)
     >>> step["completion_ids"], step["completion_mask"], step["is_truncated"]
@@ -206,7 +206,7 @@ def step_tokens(tokens: Tokens | None, max_seq_len: int | None = None) -> Trajec
     return step
 
 
-# --- marks on methods ---------------------------------------------------------------------------------------------
+# --- decorators of methods ----------------------------------------------------------------------------------------
 
 
 def _mark(kind: str, function: F | None, priority: int) -> Any:
@@ -223,7 +223,7 @@ def stop(function: F, /) -> F: ...
 @overload
 def stop(*, priority: int = 0) -> Callable[[F], F]: ...
 def stop(function: F | None = None, /, *, priority: int = 0) -> Any:
-    """Mark a method ``(self, state)`` as a stop condition; the highest priority is asked first."""
+    """Mark a method ``(self, state)`` as a stop condition; the highest priority is checked first."""
     return _mark("stop", function, priority)
 
 
@@ -232,7 +232,7 @@ def cleanup(function: F, /) -> F: ...
 @overload
 def cleanup(*, priority: int = 0) -> Callable[[F], F]: ...
 def cleanup(function: F | None = None, /, *, priority: int = 0) -> Any:
-    """Mark a method ``(self, state)`` to run when a rollout ends, however it ended."""
+    """Mark a method ``(self, state)`` to run when a rollout ends, even if it failed."""
     return _mark("cleanup", function, priority)
 
 
@@ -246,7 +246,7 @@ def teardown(function: F | None = None, /, *, priority: int = 0) -> Any:
 
 
 def marked(obj: Any, kind: str) -> list[Callable[..., Any]]:
-    """The methods of an object that carry a mark, highest priority first."""
+    """The methods of an object with a mark, highest priority first."""
     found = {}
     for cls in reversed(type(obj).__mro__):
         for name, value in vars(cls).items():

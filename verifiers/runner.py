@@ -1,4 +1,4 @@
-"""Rows × repeats become results: many rollouts at once, in stable order, each saved as soon as it is done."""
+"""Rows × repeats → results: many concurrent rollouts, in a stable order, each saved as soon as it is done."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from verifiers.watchdog import Watchdog
 DEFAULT_CONCURRENCY = 4096
 STARTED_AT_ONCE = 16
 YOUNG = 100_000  # new objects between two garbage collections
-SWEPT_AFTER = 32_768  # rollouts between two garbage collections over everything
-ENDING_S = 10.0  # for what was told to end, its clean-up included, before it is left behind
+SWEPT_AFTER = 32_768  # rollouts between two garbage collections over all objects
+ENDING_S = 10.0  # how long cancelled rollouts have to clean up before they are abandoned
 STOPPING_S = 3.0  # the same, after a second Ctrl-C
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ Fail = Callable[["Job", Error], State]
 
 
 class RunInterruptedError(Interrupted):
-    """The run was stopped by Ctrl-C, SIGTERM or SIGHUP; ``results`` holds what was finished, and it can be resumed."""
+    """The run was stopped by Ctrl-C, SIGTERM or SIGHUP. ``results`` has the finished rollouts; it can be resumed."""
 
     def __init__(self, message: str, results: Any = None, signum: int = signal.SIGINT) -> None:
         super().__init__(message, signum)
@@ -53,11 +53,11 @@ class RunInterruptedError(Interrupted):
 
 
 class NotBegunError(Exception):
-    """A job was taken back before anyone began to play it; it is run when the run is resumed."""
+    """A job was withdrawn before it started; it runs when the run is resumed."""
 
 
 class Job(NamedTuple):
-    """One rollout to make: which row, and the how-manieth of it; with an error where the row cannot be read."""
+    """One rollout to run: its row, its index among the row's repeats, and an error if the row cannot be read."""
 
     position: int
     row: Row
@@ -71,7 +71,7 @@ class Job(NamedTuple):
 
 @dataclass(kw_only=True)
 class Limits:
-    """How many rollouts at once; generation and scoring may have limits of their own."""
+    """How many rollouts run at once. Generation and scoring may have separate limits."""
 
     max_concurrent: int = -1
     generation: int | None = None
@@ -84,7 +84,7 @@ class Limits:
                 raise ValueError(f"{name} must be a positive number, or -1 for no limit; got {value!r}")
 
     def workers(self, jobs: int) -> int:
-        """How many rollouts are under way at once."""
+        """How many rollouts run at once."""
         wanted = self.max_concurrent if self.max_concurrent > 0 else DEFAULT_CONCURRENCY
         if self.generation or self.scoring:
             wanted = max(wanted, (self.generation or 0) + (self.scoring or 0)) if self.max_concurrent < 0 else wanted
@@ -92,18 +92,18 @@ class Limits:
 
 
 class Stop(Protocol):
-    """Says when a run has enough: then no further example is begun."""
+    """Decides when a run has enough rollouts; then no further example is started."""
 
     async def turn(self, job: Job) -> None:
         """Wait until this job may start."""
 
     def take_state(self, state: State) -> bool:
-        """Take note of a rollout that has ended; says whether the run has enough."""
+        """Record a finished rollout. Returns whether the run has enough."""
 
 
 @dataclass
 class _Group:
-    """The rollouts of one example, kept until all have been generated."""
+    """The rollouts of one example, kept until all are generated."""
 
     missing: int
     members: list[tuple[Job, State, Score]] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Run:
         withdraw: Callable[[], None] | None = None,
     ) -> None:
         self.jobs = jobs
-        self.withdraw = withdraw  # takes back jobs that wait elsewhere: `generate` raises NotBegunError for them
+        self.withdraw = withdraw  # withdraws jobs queued elsewhere: `generate` raises NotBegunError for them
         self.stop = stop
         self.has_enough = False
         self._begun: set[Any] = set()
@@ -144,7 +144,7 @@ class Run:
         self.fail = fail
         self.is_stopping = False
         self.is_interrupted = False
-        self.signum: int = signal.SIGINT  # that stopped it, where one did
+        self.signum: int = signal.SIGINT  # the signal that interrupted the run, if one did
         self.ended_by: Error | None = None
         self._next = iter(jobs)
         self._groups: dict[Any, _Group] = {}
@@ -156,7 +156,7 @@ class Run:
                 self._groups.setdefault(job.row["example_id"], _Group(0)).missing += 1
 
     async def finish(self) -> list[tuple[Job, State]]:
-        """Run every job; returns what was finished, in the order of the jobs."""
+        """Run every job. Returns the finished ones, in the order of the jobs."""
         self._generation = _gate(self.limits.generation)
         self._scoring = _gate(self.limits.scoring)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,11 +187,11 @@ class Run:
     def _time_the_end(self) -> asyncio.TimerHandle | None:
         if self.deadline_s is None:
             return None
-        late = RunDeadlineError(f"the run's deadline of {self.deadline_s:g} s was over before this rollout was done")
+        late = RunDeadlineError(f"the run's deadline of {self.deadline_s:g} s passed before this rollout was done")
         return asyncio.get_running_loop().call_later(self.deadline_s, self.end, late)
 
     def end(self, cause: Error) -> None:
-        """End now: what is done stays, all the rest fails with this cause."""
+        """End now: finished rollouts stay, all others fail with this cause."""
         if self.ended_by is not None:
             return
         self.ended_by, self.is_stopping = cause, True
@@ -199,7 +199,7 @@ class Run:
         self._cut_short()
 
     def _cut_short(self) -> None:
-        """Wait for nobody any more; `finish` gives what is under way a little time to clean up."""
+        """Cancel all rollouts; `finish` gives them a little time to clean up."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -207,7 +207,7 @@ class Run:
             self._ended.set_result(None)
 
     async def _fail_the_rest(self, cause: Error) -> None:
-        """Groups that are not complete are scored as they are, so that what was generated is not lost."""
+        """Score incomplete groups as they are, so that their rollouts are not lost; all other jobs fail."""
         try:
             with deadlines.within(ENDING_S):
                 for group in [group for group in self._groups.values() if group.members]:
@@ -221,11 +221,11 @@ class Run:
                     self._settle(job, self.fail(job, cause))
 
     async def _start_workers(self) -> None:
-        """Start a few at a time, so that thousands of rollouts that begin at once do not hold up the loop."""
+        """Start a few at a time, because thousands of rollouts that start at once would block the loop."""
         for started in range(self.limits.workers(len(self.jobs))):
             if started and started % STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-                if not length_hint(self._next, 1):  # those that run have taken all there was
+                if not length_hint(self._next, 1):  # the running workers have taken all jobs
                     break
             self._working += 1
             self._tasks.add(asyncio.create_task(self._work()))
@@ -243,14 +243,14 @@ class Run:
             except BaseException:
                 self._ended.cancel()
                 raise
-            self.is_stopping = True  # saving failed: generating more would only lose more
+            self.is_stopping = True  # saving failed, so further rollouts would be lost too
             self._failure = self._failure or failure
         self._working -= 1
         if (self._failure or not self._working) and not self._ended.done():
             self._ended.set_result(None)
 
     def _is_wanted(self, job: Job) -> bool:
-        """Once the run is stopping only groups that have begun are completed: alone their rollouts have no score."""
+        """When the run is stopping, complete only started groups, whose rollouts have no score without the others."""
         if self.ended_by is not None:
             return False
         example = job.row["example_id"]
@@ -300,7 +300,7 @@ class Run:
         await _through(self._scoring, self.score_group, states, scores)
         for state, score in live:
             write_score(state, score)
-            state["group_size"] = len(live)  # fewer than there should be: to be scored again when the rest is there
+            state["group_size"] = len(live)  # if incomplete, the group is scored again when a resumed run adds the rest
         note_scoring_time(states, (time.perf_counter() - began) * 1000)
         for job, state, _ in group.members:
             self._settle(job, state)
@@ -320,7 +320,7 @@ class Run:
             self.is_stopping = self.is_interrupted = True
             self.signum = _heard.get(asyncio.get_running_loop(), signal.SIGINT)
             self.progress.note(
-                "stopping: rollouts under way are finished and saved; press Ctrl-C again to stop at once"
+                "stopping: rollouts in progress are finished and saved; press Ctrl-C again to stop at once"
             )
             if self.withdraw is not None:
                 self.withdraw()
@@ -333,11 +333,11 @@ def _gate(limit: int | None) -> asyncio.Semaphore | None:
 
 
 def _through(gate: asyncio.Semaphore | None, work: Callable[..., Awaitable[T]], *args: Any) -> Awaitable[T]:
-    """Do some work, after a wait for one's turn where there is a limit."""
-    return work(*args) if gate is None else _in_turn(gate, work, *args)
+    """Call ``work``, limited by ``gate`` if there is one."""
+    return work(*args) if gate is None else _limited(gate, work, *args)
 
 
-async def _in_turn(gate: asyncio.Semaphore, work: Callable[..., Awaitable[T]], *args: Any) -> T:
+async def _limited(gate: asyncio.Semaphore, work: Callable[..., Awaitable[T]], *args: Any) -> T:
     async with gate:
         return await work(*args)
 
@@ -345,24 +345,24 @@ async def _in_turn(gate: asyncio.Semaphore, work: Callable[..., Awaitable[T]], *
 async def _cancel(tasks: set[asyncio.Task[None]], limit_s: float) -> None:
     under_way = [task for task in tasks if not task.done()]
     for task in under_way:
-        if not task.cancelling():  # a second time would break off its clean-up
+        if not task.cancelling():  # cancelling twice would interrupt its clean-up
             task.cancel()
     if under_way:
         await asyncio.wait(under_way, timeout=limit_s)
     for task in tasks:
         if task.done() and not task.cancelled():
-            task.exception()  # asyncio reports those that nobody asked for
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
 
 
 class _LongLived:
-    """While runs are under way, what was there before, or survived a full garbage collection, is not looked at again.
+    """During runs, the garbage collector skips objects that existed before or survived a full collection.
 
-    Thousands of waiting rollouts are live objects, and so are the modules of a program that trains: scanning all of
-    them over and over costs as much as running the rollouts, and stops the loop for half a second at a time. New
-    objects are let come together before they are looked at, since nearly all of them are kept; full collections come
-    more often instead, each over what is new. When the last run ends everything is handed back as old, what it has just
-    made too, which its caller keeps; Python no longer knows how much of it is new then, so every now and then all of it
-    is looked at.
+    Thousands of waiting rollouts are live objects, and so are the modules of a training program. Scanning all of them
+    repeatedly costs as much as running the rollouts, and blocks the loop for half a second at a time. So objects are
+    frozen (``gc.freeze``) at the start and after each full collection. The young generation is larger, since nearly all
+    new objects are kept; full collections are more frequent, and scan only new objects. When the last run ends,
+    everything is unfrozen into the oldest generation, including its results. Python then no longer knows how much of
+    that is new, so a collection over all objects follows every `SWEPT_AFTER` rollouts.
     """
 
     def __init__(self) -> None:
@@ -409,10 +409,10 @@ _listening: WeakKeyDictionary[asyncio.AbstractEventLoop, _Listening] = WeakKeyDi
 
 @contextmanager
 def interruptible(on_interrupt: OnInterrupt) -> Iterator[None]:
-    """While this lasts, Ctrl-C, SIGTERM and SIGHUP call a function; only where the main thread runs the loop.
+    """Within the block, Ctrl-C, SIGTERM and SIGHUP call a function. Works only if the main thread runs the loop.
 
-    Several runs may be under way in one loop: each is told, and the last to end gives the signal back. A second Ctrl-C
-    that has not ended them a few seconds later ends the process: something there never returns.
+    If several runs share a loop, all are notified, and the last to end restores the signal handlers. If the runs have
+    not ended a few seconds after a second Ctrl-C, the process exits, because something in it never returns.
     """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread() or not _listen(loop):
@@ -453,15 +453,15 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
         if signum == signal.SIGINT and watchdog.receives(frame):
             return
         if signum == HANGUP and is_told:
-            return  # a terminal that closes may say so several times
+            return  # a closing terminal may send it several times
         is_told = True
         received += 1
         unheard += 1
         if received == 2:
             hurry.set()
-            # Not `threading.Thread`: its locks may be held by what this handler interrupted.
+            # Not `threading.Thread`: the interrupted code may hold its locks.
             _thread.start_new_thread(_exit_unless_ended, (listeners, 128 + signum))
-        if unheard > 1:  # something blocks the loop: nothing but an exception would get through
+        if unheard > 1:  # something blocks the loop: only an exception can interrupt it
             raise Interrupted(signum=signum)
         loop.call_soon_threadsafe(tell, signum)
 
@@ -470,32 +470,32 @@ def _listen(loop: asyncio.AbstractEventLoop) -> bool:
     try:
         for number in _free_signals():
             before[number] = signal.signal(number, receive)
-    except ValueError:  # an interpreter within the interpreter
+    except ValueError:  # a subinterpreter
         return False
     _listening[loop] = listeners, before, watchdog
     watchdog.start()
     return True
 
 
-HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 
 
 def _free_signals() -> list[int]:
-    """Ctrl-C, and of the signals that end a process those that nobody else handles or (``nohup``) ignores."""
+    """SIGINT, and those of SIGTERM and SIGHUP that no other code handles or ignores (as ``nohup`` does)."""
     others = [signal.SIGTERM] if HANGUP is None else [signal.SIGTERM, HANGUP]
     return [signal.SIGINT, *(number for number in others if is_ours(signal.getsignal(number)))]
 
 
 def is_ours(handler: Any) -> bool:
-    """Does a signal end the process, by default or by a handler of this library?"""
+    """Whether a signal handler is the default one or one of this library."""
     return handler == signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("verifiers.")
 
 
 def _exit_unless_ended(listeners: list[OnInterrupt], exit_code: int) -> None:
-    """The last resort. Rollouts are on disk as soon as they are done, so that nothing that was saved is lost by it."""
+    """Exit the process as a last resort. No saved rollout is lost, because each is on disk as soon as it is done."""
     end = time.monotonic() + 2 * STOPPING_S
     while listeners and time.monotonic() < end:
         time.sleep(0.05)
     if listeners:
-        os.write(2, b"\nstopped: something that never returns was left behind; what was saved can be resumed\n")
+        os.write(2, b"\nstopped, although something did not return; the run can be resumed from its saved rollouts\n")
         os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""A rollout's turns become token samples with masks: what the model said is trained on, all else is not."""
+"""The turns of a rollout → token samples with loss masks: only tokens that the model sampled are trained on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from verifiers.types import ChatMessage, ProcessedOutputs, TrajectoryStepTokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sequence: a prompt, and everything after it, with a 1 for each token that the model sampled."""
+    """One sequence: a prompt and everything after it. The mask is 1 for each token that the model sampled."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     completion_mask: list[int]
     completion_logprobs: list[float]
     is_truncated: bool = False
-    # How many completion tokens each stretch has, and what its sampler recorded (None: nothing).
+    # For each segment of the completion: its number of tokens, and the recorded sampling details (None: none).
     sampling: tuple[tuple[int, Mapping[str, Any] | None], ...] = ()
-    steps: tuple[int, ...] = ()  # which steps of the trajectory the sampled tokens are of
+    steps: tuple[int, ...] = ()  # the trajectory steps of the sampled tokens
 
     def __post_init__(self) -> None:
         n = len(self.completion_ids)
         if len(self.completion_mask) != n or len(self.completion_logprobs) != n:
             raise ValueError(
                 f"{n} completion ids, {len(self.completion_mask)} mask entries, "
-                f"{len(self.completion_logprobs)} logprobs; they must be as many"
+                f"{len(self.completion_logprobs)} logprobs; the numbers must be equal"
             )
 
     def first(self, n: int, **changes: Any) -> Sample:
-        """The same with no more than ``n`` tokens of its completion."""
+        """The same sample with at most ``n`` completion tokens."""
         names = ("completion_ids", "completion_mask", "completion_logprobs")
         return replace(self, **{name: getattr(self, name)[:n] for name in names}, **changes)
 
@@ -43,8 +43,9 @@ class Sample:
 def samples_of(steps: Iterable[Mapping[str, Any]]) -> list[Sample]:
     """The samples of one rollout, from the exact tokens of its turns.
 
-    Turns join into one sample while each prompt repeats the tokens before it, whatever was asked (of a sub-agent)
-    in between. Where history was rewritten a new sample begins: nothing is re-tokenized and nothing is masked silently.
+    Turns are joined into one sample if each prompt begins with the tokens of the turns before, even with other calls
+    (of a sub-agent) in between. Where the history was rewritten, a new sample begins: nothing is tokenized again, and
+    nothing is masked silently.
 
     >>> one = {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]}
     >>> two = {"prompt_ids": [1, 2, 3, 9], "completion_ids": [4], "completion_logprobs": [-0.1]}
@@ -100,7 +101,7 @@ def _join(before: Sample, tokens: TrajectoryStepTokens, number: int) -> Sample |
 
 
 class NotSampledError(ValueError):
-    """It is not known which tokens a rollout was sampled as, so it is not learned from; the message says why."""
+    """The sampled tokens of a rollout are not known, so it cannot be trained on. The message says why."""
 
 
 NO_TOKENS = (
@@ -110,7 +111,7 @@ NO_TOKENS = (
 
 
 def exact_samples(state: Mapping[str, Any], completion: Any = None) -> list[Sample]:
-    """The samples of a rollout as it was sampled; NotSampledError where its tokens are not known."""
+    """The samples of a rollout with the exact sampled tokens; NotSampledError if they are not known."""
     steps = state.get("trajectory") or ()
     samples = samples_of(steps)
     if samples or any(step.get("tokens") is not None for step in steps):
@@ -120,12 +121,12 @@ def exact_samples(state: Mapping[str, Any], completion: Any = None) -> list[Samp
     if steps:
         raise NotSampledError(NO_TOKENS)
     if state.get("completion") or completion:
-        raise NotSampledError("it has text and no trajectory: nothing says which tokens were sampled")
-    return []  # it ended before the model was asked
+        raise NotSampledError("it has text but no trajectory, so the sampled tokens are not known")
+    return []  # it ended before the model was called
 
 
 def are_ids_of(steps: Iterable[Mapping[str, Any]], writer: ChatWriter) -> bool:
-    """Are the ids of a saved rollout this tokenizer's? Those of another one would be learned as other words."""
+    """Whether the ids of a saved rollout are of this tokenizer. Ids of another one would train on other text."""
     for step in steps:
         tokens, completion = step.get("tokens"), step.get("completion")
         if tokens is not None and completion is not None:
@@ -140,23 +141,23 @@ def _called(message: ChatMessage) -> Iterator[str]:
     return (str(function["name"]) for function in called_functions(message) if function.get("name"))
 
 
-# --- text that nobody sampled -------------------------------------------------------------------------------------
+# --- text that was not sampled ------------------------------------------------------------------------------------
 
 
 def written_samples(
     prompt: Any, completion: Any, writer: Any, row: Mapping[str, Any], tools: Any = None
 ) -> list[Sample]:
-    """Samples of a row, record or state from its text: with its tools and template variables, and cut where it was."""
+    """Samples from the text of a row, record or state, with its tools and template variables; truncated if it was."""
     is_cut = bool(row.get("is_truncated")) and row.get("stop_condition") != "prompt_too_long"
     offered = tools_of(row) if tools is None else tools
     return tokenized(prompt, completion, writer, offered, is_cut=is_cut, **template_settings(row))
 
 
 def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **settings: Any) -> list[Sample]:
-    """Samples of text, written as the engine would have shown it; no policy's logprobs of it are known (NaN).
+    """Samples of a text, rendered as the engine would render it. Their logprobs are NaN.
 
     ``writer`` is a `ChatWriter` or a tokenizer, ``settings`` are variables of its template. A template that rewrites
-    earlier turns gives several samples.
+    earlier turns yields several samples.
     """
     writer = writer if isinstance(writer, ChatWriter) else ChatWriter(writer)
     turns = writer.turns(prompt, completion, tools, **settings)
@@ -174,7 +175,7 @@ def tokenized(prompt: Any, completion: Any, writer: Any, tools: Any = None, **se
 
 
 def _without_first(sample: Sample) -> Sample:
-    """A text without a prompt: nothing predicts its first token, so that is not trained on."""
+    """Mask the first token of a text without a prompt, because nothing predicts it."""
     return replace(sample, completion_mask=[0, *sample.completion_mask[1:]][: len(sample.completion_mask)])
 
 
@@ -185,7 +186,7 @@ def batches(
     batch_size: int,
     max_seq_len: int | None = None,
 ) -> Iterator[ProcessedOutputs]:
-    """(prompt, completion, state, reward) of each rollout as batches of samples for a training loop of one's own."""
+    """(prompt, completion, state, reward) of each rollout → batches of samples, for a user's training loop."""
     pending: list[tuple[Sample, float]] = []
     writer: ChatWriter | None = None
     for prompt, completion, state, reward in rollouts:
@@ -194,7 +195,7 @@ def batches(
         except NotSampledError as error:
             if tokenizer is None:
                 raise ValueError(
-                    f"of a rollout the sampled tokens are not known ({error}); pass processing_class=tokenizer to "
+                    f"the sampled tokens of a rollout are not known ({error}); pass processing_class=tokenizer to "
                     "tokenize the text"
                 ) from None
             warnings.warn(
@@ -219,9 +220,11 @@ def one_batch(
     mask_truncated_completions: bool = False,
     zero_truncated_completions: bool = False,
 ) -> ProcessedOutputs:
-    """All rollouts as one batch; cut ones with nothing to learn, or a reward of 0, where that is asked for."""
+    """All rollouts as one batch. Truncated ones are fully masked, or get a reward of 0, if requested."""
     if not mask_env_responses:
-        warnings.warn("mask_env_responses=False has no effect: what nobody sampled is not trained on", stacklevel=3)
+        warnings.warn(
+            "mask_env_responses=False has no effect: only tokens that the model sampled are trained on", stacklevel=3
+        )
     limit = None if max_seq_len is None or max_seq_len < 0 else max_seq_len
     for batch in batches(rollouts, tokenizer, batch_size=sys.maxsize, max_seq_len=limit):
         for i, is_cut in enumerate(batch["is_truncated"]):

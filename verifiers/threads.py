@@ -1,4 +1,4 @@
-"""A function that may block → a thread that runs it, used again when it is idle, and left behind when it never is."""
+"""A function that may block → a worker thread that runs it. Idle threads are reused, hanging ones abandoned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Worker(threading.Thread):
-    """One idle-able thread. Daemonic: a hook that hangs for ever must not keep the interpreter from ending."""
+    """One reusable thread. It is a daemon, so that a hook that hangs does not keep the interpreter from exiting."""
 
     def __init__(self, pool: _Threads) -> None:
         super().__init__(daemon=True, name="verifiers-hook")
@@ -31,14 +31,14 @@ class _Worker(threading.Thread):
 
 
 class _Threads:
-    """As many threads as there are blocked calls: a bound would deadlock hooks that call hooks."""
+    """As many threads as there are blocking calls: a limit would deadlock hooks that call hooks."""
 
     def __init__(self, idle_s: float = 10.0) -> None:
         self.idle: deque[_Worker] = deque()
         self.idle_s = idle_s
 
     def retire(self, worker: _Worker) -> bool:
-        """True when the worker was idle and may end; False when a job was just handed to it."""
+        """True if the worker was idle and may end; False if a job was just handed to it."""
         try:
             self.idle.remove(worker)
         except ValueError:
@@ -55,7 +55,7 @@ class _Threads:
             try:
                 worker.start()
             except RuntimeError as error:
-                if "shutdown" not in str(error):  # no thread is left: whoever asked for one is told
+                if "shutdown" not in str(error):  # no thread can be started: the caller gets the error
                     raise
                 job()
                 return
@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function in a worker thread; if the future is cancelled, the thread is left to end by itself."""
+    """Run a function in a worker thread. If the future is cancelled, the thread is abandoned."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -83,13 +83,13 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     def job() -> None:
         try:
             outcome: tuple[T | None, BaseException | None] = (function(), None)
-        except BaseException as error:  # foreign code; the awaiting side decides
-            if isinstance(error, StopIteration):  # a future cannot carry it
+        except BaseException as error:  # foreign code; raised again where the future is awaited
+            if isinstance(error, StopIteration):  # a future cannot hold it
                 error = RuntimeError("StopIteration")
             outcome = (None, error)
         try:
             loop.call_soon_threadsafe(settle, *outcome)
-        except RuntimeError:  # the loop was closed while the function still ran
+        except RuntimeError:  # the loop was closed while the function ran
             return
 
     threads.submit(job)
@@ -97,7 +97,7 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """What ``asyncio.to_thread`` runs in on our loops: threads that nobody waits for when the loop or Python ends."""
+    """The executor of ``asyncio.to_thread`` on our loops: daemon threads, which do not delay the exit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -107,7 +107,7 @@ class DaemonExecutor(ThreadPoolExecutor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # foreign code; whoever awaits it decides
+            except BaseException as error:  # foreign code; raised again where the future is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -116,11 +116,11 @@ class DaemonExecutor(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing to wait for: the threads are daemons."""
+        """Does not wait: the threads are daemons."""
 
 
 def leave_threads_behind(loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """A loop (the running one) will not wait for what ``asyncio.to_thread`` left behind, unless someone chose so."""
+    """Make ``asyncio.to_thread`` on a loop (default: the running one) use daemon threads, unless an executor is set."""
     loop = loop or asyncio.get_running_loop()
     if getattr(loop, "_default_executor", loop) is None:
         loop.set_default_executor(DaemonExecutor())

@@ -1,4 +1,4 @@
-"""The data of every arrow: messages, rollout inputs, trajectory steps with their tokens, and the state of a rollout."""
+"""The data types that pass between layers: messages, rows, trajectory steps with tokens, the state of a rollout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ChatMessages = list[ChatMessage]
 Message = str | ChatMessage
 Messages = str | list[ChatMessage]
 MessageType = Literal["chat", "completion"]
-LARGEST_SCORE = 1e100  # of one function: sums of squares beyond it are no numbers any more
-LARGEST_REWARD = 1e15  # of a rollout: trainers compute in 32 bits, and a million of its squares still fit there
+LARGEST_SCORE = 1e100  # of one function: the sum of squares of larger scores would overflow
+LARGEST_REWARD = 1e15  # of a rollout: the sum of a million squares still fits into float32, in which trainers compute
 Info = dict[str, Any]
 SamplingArgs = dict[str, Any]
 Row = dict[str, Any]
@@ -31,7 +31,7 @@ JsonPrimitive = Literal["string", "number", "integer", "boolean", "array", "obje
 
 
 class VersionSpan(NamedTuple):
-    """Tokens ``start`` to ``end`` of a reply were sampled from the weights of this version."""
+    """The version of the weights that sampled tokens ``start`` to ``end`` of a reply."""
 
     version: str
     start: int
@@ -39,7 +39,7 @@ class VersionSpan(NamedTuple):
 
     @property
     def updates(self) -> int | None:
-        """The version as the count of updates that a trainer names it by; None if it is another name.
+        """The version as a trainer's number of updates; None if it is not a number.
 
         >>> VersionSpan("12", 0, 5).updates, VersionSpan("default", 0, 5).updates
         (12, None)
@@ -58,12 +58,12 @@ class TrajectoryStepTokens(TypedDict):
     completion_logprobs: list[float]
     overlong_prompt: bool
     is_truncated: bool
-    sampling: NotRequired[dict[str, Any]]  # how the tokens were drawn, where that is known
-    weight_versions: NotRequired[list[VersionSpan]]  # of the weights that the tokens were sampled from, where known
+    sampling: NotRequired[dict[str, Any]]  # how the tokens were sampled, if known
+    weight_versions: NotRequired[list[VersionSpan]]  # the weights that sampled the tokens, if known
 
 
 class TrajectoryStep(TypedDict):
-    """One call of the model: what it was shown, what it said."""
+    """One model call: its prompt and its completion."""
 
     prompt: Messages
     completion: Messages
@@ -83,14 +83,14 @@ class BaseRolloutInput(TypedDict):
 
 
 class RolloutInput(BaseRolloutInput, total=False):
-    """One formatted row: what a rollout starts from."""
+    """One formatted row: the input of a rollout."""
 
     answer: Any
     info: Info
 
 
 class RolloutOutput(dict[str, Any]):
-    """A scored rollout as plain data, as `Environment.run_group` gives it to hosts that name ``state_columns``."""
+    """A scored rollout as plain data; `Environment.run_group` returns it to hosts that pass ``state_columns``."""
 
     example_id: int
     task: str
@@ -121,7 +121,7 @@ class RolloutScores(TypedDict):
 
 
 class ProcessedOutputs(dict[str, Any]):
-    """One batch of training samples, as lists of equal length, by key or (as prime-rl reads them) by attribute.
+    """One batch of training samples as lists of equal length, accessible by key or (for prime-rl) by attribute.
 
     >>> batch = ProcessedOutputs(rewards=[1.0])
     >>> batch["rewards"] == batch.rewards == [1.0]
@@ -144,7 +144,7 @@ class ProcessedOutputs(dict[str, Any]):
 
 
 class GenerateMetadata(TypedDict, total=False):
-    """What a run was: enough to repeat it, and its headline figures."""
+    """The metadata of a run: enough to repeat it, and its main figures."""
 
     env_id: str
     env_args: dict[str, Any]
@@ -191,7 +191,7 @@ class ClientConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """One evaluation, as `verifiers.utils.eval_utils.run_evaluation` takes it."""
+    """One evaluation, for `verifiers.utils.eval_utils.run_evaluation`."""
 
     env_id: str
     model: str
@@ -217,7 +217,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Tokens used, and their price where that of all of them is known."""
+    """Tokens used, and their price in dollars if that of all tokens is known."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -237,7 +237,7 @@ class Usage:
 
 
 class TurnCount(int):
-    """How many turns a rollout has had; what an environment adds to it is counted on, as in 0.1.5."""
+    """The number of turns of a rollout. Addition returns a TurnCount too, so that an environment can count on it."""
 
     def __add__(self, more: int) -> TurnCount:
         total = super().__add__(more)
@@ -275,18 +275,15 @@ class State(dict[str, Any]):
     metrics: dict[str, float] | None
     timing: RolloutTiming | None
     error: Error | None
-    # Attributes, so that they are never saved: who answers, resolved once from ``client``; whether a run has it; why it
-    # is not known which tokens it was sampled as; when it began, by a clock that nobody sets; the score that another
-    # process gave it; of one that is scored again, the score it was saved with before its group added to it, the
-    # metrics it was saved with, and the reward that it had.
-    answerer: Any
-    is_adopted: bool
-    not_sampled: str
-    began_at: float
-    remote_score: Any
-    saved_score: Any
-    saved_metrics: Any
-    forgotten_reward: Any
+    # These are attributes, not keys, so that they are never saved.
+    answerer: Any  # the client that answers, resolved once from ``client``
+    is_adopted: bool  # whether the state belongs to a run
+    not_sampled: str  # why the sampled tokens are not known
+    began_at: float  # start time by a monotonic clock
+    remote_score: Any  # the score from another process
+    saved_score: Any  # of a rollout that is scored again: its saved score, before group rewards
+    saved_metrics: Any  # the same: its saved metrics
+    forgotten_reward: Any  # the same: its previous reward
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
@@ -310,20 +307,20 @@ class State(dict[str, Any]):
         return dict.get(self, key, default)
 
     def __missing__(self, key: str) -> Any:
-        """The replies as the endpoint gave them, and how many: names that an environment may use for its own."""
+        """``responses``: the endpoint's raw replies, and ``turn``: how many turns; an environment may set its own."""
         if key not in _COUNTED or (steps := dict.get(self, "trajectory")) is None:
             raise KeyError(key)
         if key == "turn":
             return TurnCount(len(steps))
         return [reply for step in steps if (reply := dict.get(step, "response")) is not None]
 
-    # Looked at without being loaded, where the state is still on disk: what comes back is not to be changed.
+    # A state that is still on disk is not loaded for these methods. Their results must not be changed.
 
     def peek_timing(self) -> Mapping[str, Any]:
         return self.get("timing") or {}
 
     def peek_usage(self) -> Usage | None:
-        """The tokens used; None where an environment keeps something of its own under that name."""
+        """The tokens used; None if an environment stores something else under ``usage``."""
         usage = self.get("usage")
         return usage if isinstance(usage, Usage) else None
 
@@ -334,7 +331,7 @@ class State(dict[str, Any]):
         return tuple(self.get("metrics") or ())
 
     def note_advantage(self, advantage: float) -> None:
-        """Write how much better than its group the rollout is, and each turn of it that has no advantage of its own."""
+        """Set the advantage of the rollout, and of each of its turns that has none yet."""
         self["advantage"] = advantage
         for step in self.get("trajectory") or ():
             if step.get("advantage") is None:
@@ -367,7 +364,7 @@ else:
             return Any
         import importlib
 
-        if name == "GenerateOutputs":  # classic's home of a name that lives further up
+        if name == "GenerateOutputs":  # classic has this name here
             return importlib.import_module("verifiers.results").Results
         if name not in _OPENAI:
             raise AttributeError(f"module 'verifiers.types' has no attribute {name!r}")
@@ -377,12 +374,12 @@ else:
             return Any
 
 
-_draw = random.Random()  # own seed, from the system: not the user's, and not that of a parent process
+_draw = random.Random()  # seeded from the system, independent of the user's seed and of the parent process
 os.register_at_fork(after_in_child=_draw.seed)
 
 
 def unique_id() -> str:
-    """32 hex digits that nobody else has; many a second, so the system is not asked for each.
+    """A random id of 32 hex digits. Called often, so it does not ask the system for each.
 
     >>> len(unique_id()), unique_id() == unique_id()
     (32, False)

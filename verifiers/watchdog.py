@@ -1,7 +1,7 @@
-"""An event loop that something holds → who holds it, and, once that one's time is over, an error inside of it.
+"""A blocked event loop → a warning that names the function that blocks it, and an error in it after its time limit.
 
-Sync functions never hold the loop; async ones that block instead of awaiting do, and so do those that work in the main
-thread only. Only a signal gets through to them, and so only where the main thread runs the loop.
+Async functions that block instead of awaiting block the loop, and so do sync functions that work only in the main
+thread; all other sync functions do not. Only a signal can interrupt them, and only if the main thread runs the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("verifiers.calls")
 
 
 class Watchdog:
-    """Watches the main thread's loop from a thread of its own, between ``start`` and ``stop``."""
+    """Watches the main thread's loop from another thread, between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -61,8 +61,8 @@ class Watchdog:
             self._told.add(id(hook))
             name = getattr(hook.function, "__qualname__", repr(hook.function))
             logger.warning(
-                "%s has held the event loop for %.1f s: it blocks where it should await; as a plain def it would run "
-                "in a thread",
+                "%s has blocked the event loop for %.1f s: it blocks where it should await; if it were a plain def, it "
+                "would run in a thread",
                 name,
                 held_s,
             )
@@ -76,19 +76,17 @@ class Watchdog:
         return self._limits.reward_s if hook.kind == "reward" else self._limits.hook_s
 
     def receives(self, frame: FrameType | None) -> bool:
-        """Was a signal meant for what holds the loop? Then this raises inside of it, if it still does."""
+        """Whether the watchdog sent this signal. If its target still blocks the loop, raises TimeLimitError in it."""
         hook, self._over = self._over, None
         if hook is None:
             return False
         if _holder(frame) is hook:
-            raise TimeLimitError(
-                f"it did not return within {self._limit_of(hook):g} s, and held the event loop meanwhile"
-            )
+            raise TimeLimitError(f"it did not return within {self._limit_of(hook):g} s, and blocked the event loop")
         return True
 
 
 def _holder(frame: FrameType | None) -> Hook | None:
-    """The innermost function of someone else's that is on its way in this stack."""
+    """The innermost user function in this stack."""
     while frame is not None:
         hook = on_loop.get(frame.f_code)
         if hook is not None:

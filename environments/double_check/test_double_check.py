@@ -84,7 +84,7 @@ def test_other_checks_and_other_seeds():
     ("arguments", "message"),
     [
         ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
-        ({"checks": ""}, "checks is a message to the model"),
+        ({"checks": ""}, "checks must be a message to the model"),
         ({"num_eval_examples": 0}, "num_eval_examples=0 must be at least 1"),
     ],
 )

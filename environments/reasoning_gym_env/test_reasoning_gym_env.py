@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_puzzles():
     [
         ({"gym": "gdc"}, "no data set 'gdc'; did you mean"),
         ({"num_eval_examples": -1}, "num_eval_examples=-1 must be 0 or more"),
-        ({"config": {"size": 3}, "gym": "gcd"}, "size of 'gcd' follow from the environment's arguments"),
+        ({"config": {"size": 3}, "gym": "gcd"}, "size of 'gcd' cannot be configured: the environment sets them"),
     ],
 )
 def test_nonsense_is_refused_with_its_value(arguments, message):

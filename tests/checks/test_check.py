@@ -43,7 +43,7 @@ def test_a_good_environment_passes_everything():
 def test_gold_answers_that_earn_nothing_fail_and_the_way_out_is_told():
     found = failed(env_of(lambda completion, answer: completion[-1]["content"] == f"»{answer}«"))
     assert list(found) == ["gold answers"]
-    assert "solve(messages, row) in the module would show the form" in found["gold answers"]
+    assert "define solve(messages, row) in the module" in found["gold answers"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_score_that_changes_from_time_to_time_fails():
 
 def test_an_empty_rubric_fails():
     found = failed(vf.SingleTurnEnv(dataset=ROWS))
-    assert found["gold answers"] == "nothing scores a rollout here: the rubric is empty"
+    assert found["gold answers"] == "the rubric is empty, so nothing scores a rollout"
 
 
 def test_rows_without_answers_are_no_reason_to_fail():
@@ -105,7 +105,7 @@ def test_rows_are_looked_at_one_by_one():
     rows = [*ROWS, {"question": "  ", "answer": "1"}, {"question": "x", "answer": "1", "info": "{no json"}]
     found = failed(env_of(rows=rows))
     assert found["rows are valid"] == (
-        "train row 40 has an empty prompt; train row 41 has an 'info' that is a text and no JSON"
+        "train row 40 has an empty prompt; train row 41 has an 'info' that is a text but not JSON"
     )
 
 
@@ -124,7 +124,7 @@ def test_questions_in_both_splits_are_a_warning():
     (found,) = report.named("splits are apart")
     assert (found.status, found.found) == (
         "warn",
-        "20 of 20 questions to evaluate on are among those to train on",
+        "20 of 20 evaluation questions are also training questions",
     )
 
 
@@ -169,7 +169,7 @@ class Calling(vf.MultiTurnEnv):
 def test_tools_are_called_in_every_wrong_way():
     assert "tools survive bad arguments" not in failed(Calling(careful=True))
     found = failed(Calling(careful=False))["tools survive bad arguments"]
-    assert "bad calls broke the rollout, first double()" in found
+    assert "bad calls broke the rollout, the first was double()" in found
 
 
 def judged(**kwargs) -> vf.Environment:
@@ -198,7 +198,7 @@ def test_a_judge_prompt_that_a_reply_can_end_fails():
         return reply.choices[0].message.content == "yes"
 
     found = failed(judged(funcs=[naive]))
-    assert "a reply that contains </r> ends its place" in found["judge prompts survive injection"]
+    assert "a reply that contains </r> closes its section" in found["judge prompts survive injection"]
 
 
 def test_a_judge_prompt_without_any_frame_is_a_warning():
@@ -213,7 +213,7 @@ def test_a_verdict_that_is_looked_for_anywhere_is_a_warning_for_judges_quote_wha
 
     (found,) = check_environment(judged(funcs=[lenient])).named("judge prompts survive injection")
     assert found.status == "warn"
-    assert "quotes a yes of the reply is read as yes" in found.found
+    assert "quotes a yes from the reply counts as yes" in found.found
 
 
 def test_after_a_check_the_judge_is_the_one_it_was():
@@ -288,5 +288,5 @@ def test_rows_that_differ_in_info_alone_are_no_overlap_and_those_that_do_not_are
 
     apart = overlap(rows(20, 0), rows(10, 100))
     assert apart.status == "ok"
-    assert "10 more have the text and the answer of one, and another info" in apart.found
+    assert "10 more have the same text and answer as one, but another info" in apart.found
     assert overlap(rows(20, 0), rows(10, 5)).status == "warn"

@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_sentence(repo, tmp_path):
     assert "Traceback" not in done.stderr
     said = " ".join(done.stderr[done.stderr.index("Error: ") :].split())
     assert said.startswith("Error: the run ended: ")
-    assert "results.jsonl: File too large; the run ends here: nothing more can be saved" in said
+    assert "results.jsonl: File too large; the run ends, because results can no longer be saved" in said
 
 
 @pytest.mark.parametrize(

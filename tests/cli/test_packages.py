@@ -121,8 +121,8 @@ def test_environments_are_listed_with_their_arguments_and_never_imported(run, ho
 
 
 def test_install_says_what_it_did_or_why_not(run, home):
-    assert "is no package: it has no pyproject.toml" in run("install", ".", code=1).stderr
-    assert "is nothing that can be installed" in run("install", "a b", code=1).stderr
+    assert "is not a package: it has no pyproject.toml" in run("install", ".", code=1).stderr
+    assert "cannot be installed; pass a folder" in run("install", "a b", code=1).stderr
     assert "only a folder can be installed as editable" in run("install", "org/x", "-e", code=1).stderr
 
 
@@ -162,8 +162,8 @@ def test_an_environment_whose_check_fails_is_not_published(run, home):
 
 def test_what_is_no_installed_environment_is_not_uninstalled(run, home):
     assert "no environment 'click' is installed" in run("uninstall", "click", code=1).stderr
-    assert "arithmetic comes with verifiers and goes with it" in run("uninstall", "arithmetic", code=1).stderr
+    assert "arithmetic comes with verifiers and cannot be uninstalled" in run("uninstall", "arithmetic", code=1).stderr
 
 
 def test_what_comes_along_needs_no_installing(run, home):
-    assert "wordle comes with verifiers: there is nothing to install" in run("install", "wordle").stdout
+    assert "wordle comes with verifiers and need not be installed" in run("install", "wordle").stdout

@@ -359,7 +359,7 @@ def test_a_run_is_scored_with_another_rubric_into_a_run_of_its_own(run, runs):
 def test_rescore_says_what_a_function_looked_for_in_vain(run, runs):
     Path("lenient.py").write_text("def lenient(state): return state.get('board', 0.0)\n")
     result = run("rescore", "aaaa", "-p", "mine", "--rubric", "lenient.py:lenient")
-    assert "looked in the saved states for 'board', which was not saved" in result.stderr
+    assert "read 'board' in the saved states, which was not saved" in result.stderr
     result = run("rescore", "aaaa", "-p", "mine", "--rubric", "lenient.py:lenient", "--json")
     assert json.loads(result.stdout)["not_saved"] == ["board"]
 

@@ -288,20 +288,20 @@ def test_turns_that_an_agent_returns_and_that_are_none_fail_it_in_a_sentence_and
 
     env = Cleaning(run=lambda: {"trajectory": steps}, dataset=[{"question": "2+2?", "answer": "4"}])
     state = play(env)
-    assert str(state["error"]).startswith("state['trajectory'] is the list of a rollout's turns")
+    assert str(state["error"]).startswith("state['trajectory'] must be the list of the rollout's turns")
     assert cleaned == [0]
 
 
 def test_an_argument_that_no_rollout_has_is_refused_when_the_environment_is_made() -> None:
     def run(base_url: str, difficulty: str) -> None: ...
 
-    with pytest.raises(TypeError, match=r"run asks for \['difficulty'\]; it can have base_url"):
+    with pytest.raises(TypeError, match=r"run has unknown arguments \['difficulty'\]; it may have base_url"):
         make_env(run)
     with pytest.raises(ValueError, match="max_total_tokens=0"):
         make_env(tool_agent, max_total_tokens=0)
     with pytest.raises(ValueError, match="agent_timeout_s=0"):
         make_env(tool_agent, agent_timeout_s=0)
-    with pytest.raises(TypeError, match="those of a command line"):
+    with pytest.raises(TypeError, match="are for a command line"):
         make_env(tool_agent, cwd="/")
 
 
@@ -573,7 +573,7 @@ def test_a_limit_on_tokens_that_is_no_number_is_refused_and_not_left_out() -> No
 
     play(make_env(run))
     assert [status for status, _ in found] == [400, 400, 400]
-    assert "max_tokens is a number of tokens, not 1.5" in found[0][1]["error"]["message"]
+    assert "max_tokens must be an integer, not 1.5" in found[0][1]["error"]["message"]
 
 
 def test_an_agent_that_hangs_up_in_the_middle_of_a_stream_goes_on() -> None:

@@ -105,7 +105,7 @@ def test_placeholders_and_variables_say_what_the_row_is_and_no_shell_reads_them(
 
 
 def test_an_unknown_placeholder_is_refused_when_the_environment_is_made() -> None:
-    with pytest.raises(ValueError, match=r"the placeholder \{promt\}; it can have base_url"):
+    with pytest.raises(ValueError, match=r"the unknown placeholder \{promt\}; it may have base_url"):
         make_env("agent --task {promt}")
     with pytest.raises(ValueError, match="is empty"):
         make_env("")

@@ -72,7 +72,7 @@ def test_whatever_an_override_returns_becomes_a_rollout_of_its_row(shape: str) -
 def test_a_tuple_of_messages_is_a_completion_and_any_other_tuple_is_refused() -> None:
     said: Any = {"role": "assistant", "content": "x"}
     assert adopt_result((said, said), blank())["completion"] == [said, said]
-    with pytest.raises(vf.Error, match="it returns the state, the completion, or both"):
+    with pytest.raises(vf.Error, match="it must return the state, the completion, or both"):
         adopt_result(([said], {"score": 1}, "more"), blank())
 
 

@@ -57,5 +57,5 @@ def test_a_parser_of_ones_own_that_raises_changes_no_score() -> None:
 
 @pytest.mark.parametrize("checks", ["", [], ["Sure?", " "]])
 def test_a_check_that_says_nothing_is_refused(checks: Any) -> None:
-    with pytest.raises(ValueError, match="checks is a message to the model, or a list of them; got"):
+    with pytest.raises(ValueError, match="checks must be a message to the model or a list of messages, not"):
         DoubleCheckEnv(dataset=ROWS, checks=checks)

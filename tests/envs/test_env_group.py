@@ -64,7 +64,7 @@ def test_names_with_a_slash_do_not_confuse_the_routing() -> None:
     [
         ([], None, "at least one"),
         ([single("a")], ["x", "y"], "1 environments but 2 names"),
-        ([single("a"), single("b")], ["x", "x"], "must differ"),
+        ([single("a"), single("b")], ["x", "x"], "must be unique"),
     ],
 )
 def test_a_group_that_makes_no_sense_is_refused(envs: Any, names: Any, message: str) -> None:
@@ -194,5 +194,5 @@ def test_one_environment_may_be_a_member_twice_under_two_names() -> None:
 
 def test_a_name_that_a_member_of_an_inner_group_has_is_refused() -> None:
     env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric())
-    with pytest.raises(ValueError, match="'games/chess' is also the name of a member of a group"):
+    with pytest.raises(ValueError, match="'games/chess' is also the name of a member of a nested group"):
         vf.EnvGroup([vf.EnvGroup([env], ["chess"]), env], ["games", "games/chess"])

@@ -449,11 +449,11 @@ def test_an_environment_that_plays_nothing_says_what_to_define() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"rubric": [len]}, "is no rubric"),
-        ({"rubric": len}, "is no rubric"),
-        ({"rubric": vf.Rubric}, "is no rubric"),
+        ({"rubric": [len]}, "is not a rubric"),
+        ({"rubric": len}, "is not a rubric"),
+        ({"rubric": vf.Rubric}, "is not a rubric"),
         ({"parser": vf.Parser}, "parser=Parser is a class"),
-        ({"max_turns": "3"}, "max_turns='3': it is a number"),
+        ({"max_turns": "3"}, "max_turns='3' must be a number"),
     ],
 )
 def test_what_could_only_end_in_zeros_is_refused_when_the_environment_is_made(given: Any, told: str) -> None:
@@ -476,8 +476,8 @@ def test_a_keyword_that_is_nearly_another_is_kept_and_told_of(caplog: pytest.Log
     made: Any = Split(3, dataset=ROWS, rubrik=vf.Rubric(), dificulty=4)
     assert made.dificulty == 4
     assert sorted(caplog.messages) == [
-        "the keyword 'dificulty' is kept as an attribute; did you mean 'difficulty'?",
-        "the keyword 'rubrik' is kept as an attribute; did you mean 'rubric'?",
+        "the unknown keyword 'dificulty' becomes an attribute; did you mean 'difficulty'?",
+        "the unknown keyword 'rubrik' becomes an attribute; did you mean 'rubric'?",
     ]
 
 
@@ -494,7 +494,7 @@ def test_a_rubric_whose_score_rollouts_no_environment_asks_is_warned_of(make_rub
         def score_rollouts(self, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
             return {"reward": [1.0] * len(prompts), "metrics": {}}
 
-    with pytest.warns(UserWarning, match=r"Batched.score_rollouts scores no rollout of an environment"):
+    with pytest.warns(UserWarning, match=r"environments do not call Batched.score_rollouts"):
         vf.SingleTurnEnv(dataset=ROWS, rubric=make_rubric(Batched([exact])))
 
 
@@ -503,7 +503,9 @@ def test_a_rubric_whose_score_rollouts_no_environment_asks_is_warned_of(make_rub
     [lambda: vf.Rubric(funcs=len), lambda: vf.Rubric(funcs=[len], weights=[None])],
 )
 def test_a_rubric_of_one_function_alone_or_a_weight_that_is_none_is_refused(made: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"funcs is a list|a weight must be a finite number, not None"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"funcs must be a list|a weight must be a finite number, not None"
+    ):
         made()
 
 
@@ -511,4 +513,4 @@ def test_an_evaluation_that_nothing_scores_says_so(caplog: pytest.LogCaptureFixt
     made = vf.SingleTurnEnv(dataset=ROWS)
     made.evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
     vf.EnvGroup([made]).evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
-    assert [record.message.split(",")[0] for record in caplog.records] == ["nothing scores a rollout here"] * 2
+    assert [record.message.split(",")[0] for record in caplog.records] == ["the rubric is empty"] * 2

@@ -388,9 +388,9 @@ def test_an_override_of_what_made_a_run_in_0_1_9_is_warned_of(name: str, caplog:
 
     made = type("Own", (vf.SingleTurnEnv,), {name: own})(dataset=ROWS, rubric=vf.Rubric([exact]))
     made.evaluate(vf.FakeClient(echo), "m", use_tqdm=False)
-    assert f"Own.{name} is not asked here" in caplog.text
+    assert f"Own.{name} is not called here" in caplog.text
 
 
 def test_no_override_no_warning(env: vf.SingleTurnEnv, caplog: pytest.LogCaptureFixture) -> None:
     env.evaluate(use_tqdm=False)
-    assert "is not asked here" not in caplog.text
+    assert "is not called here" not in caplog.text

@@ -171,13 +171,13 @@ def test_observations_of_every_kind_have_a_text() -> None:
 def test_nonsense_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="Gymnasium has no environment 'FrozenLaek-v1'"):
         GymEnv("FrozenLaek-v1")
-    with pytest.raises(TypeError, match="env_cls is the id of a Gymnasium environment or a class, got 5"):
+    with pytest.raises(TypeError, match="env_cls must be the id of a Gymnasium environment or a class, got 5"):
         GymEnv(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_episode_steps must be at least 1, got 0"):
         GymEnv(Corridor, max_episode_steps=0)
     with pytest.raises(ValueError, match="action_names has 3 names, but the actions are Discrete"):
         len(GymEnv(Corridor, action_names=["a", "b", "c"]).get_dataset())
-    with pytest.raises(TypeError, match="no standard way to write an action of Dict"):
+    with pytest.raises(TypeError, match="no standard text form for actions of Dict"):
         describe_space(spaces.Dict({"a": spaces.Discrete(2)}))
 
     def without_gymnasium(name: str, *args: Any) -> Any:
@@ -256,5 +256,5 @@ def test_colours_of_a_screen_become_brackets() -> None:
     taxi = GymEnv("Taxi-v4", {"render_mode": "ansi"}, num_train_episodes=1).dataset[0]["question"]
     assert "\x1b" not in taxi
     assert "blank yellow" in taxi
-    with pytest.raises(ValueError, match="two names for the same thing"):
+    with pytest.raises(ValueError, match="two names for the same argument"):
         GymEnv("FrozenLake-v1", max_turns=2, max_episode_steps=3)

@@ -122,7 +122,7 @@ def test_no_id_ever_leaves_the_folder(text: str) -> None:
         ("toy-wrong", TypeError, "returned int, not an Environment"),
         ("toy-broken", OSError, "no disk"),
         ("toy-sum", ValueError, "no environment 'toy-sum'.*Did you mean toy_sums.*vf install takes a folder"),
-        ("toy-sums@9.9", ValueError, "asks for version 9.9, but 'toy-sums' is not an installed package"),
+        ("toy-sums@9.9", ValueError, "requires version 9.9, but 'toy-sums' is not an installed package"),
         ("pytest@0.0.1", ValueError, "0.0.1"),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_cannot_be_loaded_says_why(env_id: str, error: type[Exception], mes
 def test_the_version_that_counts_is_that_of_the_environment_that_is_found(folder: Path) -> None:
     (folder / "toy_sums" / "pyproject.toml").write_text('[project]\nname = "toy-sums"\nversion = "0.3"\n')
     assert vf.load_environment("toy-sums@0.3", environments_dir=folder).env_id == "toy-sums"
-    with pytest.raises(ValueError, match=r"asks for version 0\.2, but 0\.3 is what .*toy_sums holds"):
+    with pytest.raises(ValueError, match=r"requires version 0\.2, but 0\.3 is in .*toy_sums"):
         vf.load_environment("toy-sums@0.2", environments_dir=folder)
     assert vf.load_environment("arithmetic@0.1.0", environments_dir=folder).env_id == "arithmetic"
 
@@ -178,7 +178,7 @@ def test_the_library_itself_is_no_environment(name: str) -> None:
 @pytest.mark.parametrize("name", ["antigravity", "json", "os.path", "idlelib"])
 def test_modules_of_python_are_no_environments_and_are_not_run_to_find_out(name: str) -> None:
     sys.modules.pop("antigravity", None)
-    with pytest.raises(ValueError, match="is a module of Python; vf list shows what there is"):
+    with pytest.raises(ValueError, match="is a module of Python; vf list shows the environments"):
         vf.load_environment(name)
     assert "antigravity" not in sys.modules  # it would have opened a browser
 
@@ -213,5 +213,5 @@ def test_a_package_that_ends_the_program_when_it_is_imported_is_told(
 ) -> None:
     (tmp_path / "toy_exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="'toy_exits' ends the program when it is imported"):
+    with pytest.raises(ImportError, match="'toy_exits' calls exit"):
         vf.load_environment("toy_exits")

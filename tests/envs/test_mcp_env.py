@@ -144,7 +144,7 @@ def test_a_server_that_does_not_start_fails_the_rollout_and_says_why(config: Any
 
 
 def test_servers_are_checked_when_the_environment_is_made() -> None:
-    with pytest.raises(ValueError, match="at least one of mcp_servers"):
+    with pytest.raises(ValueError, match="at least one server in mcp_servers"):
         vf.MCPEnv(mcp_servers=[], dataset=[ROW])
     with pytest.raises(TypeError, match="name, command, args, env, description"):
         vf.MCPEnv(mcp_servers=[{"name": "x", "cmd": "y"}], dataset=[ROW])

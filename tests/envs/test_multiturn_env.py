@@ -558,7 +558,7 @@ def appended(self: Any, messages: Any, state: Any) -> Any:
 )
 def test_an_answer_that_is_the_whole_conversation_is_refused_and_not_said_twice(answer: Any) -> None:
     state = play(env_with(env_response=answer))
-    assert "it returns only what the environment says next" in str(state["error"])
+    assert "it must return only the environment's response" in str(state["error"])
     assert said(state) == [(ASSISTANT, "x")]
 
 

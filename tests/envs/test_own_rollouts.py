@@ -112,7 +112,7 @@ def test_a_reply_that_two_different_questions_gave_is_refused_rather_than_guesse
                 reply = await client.chat.completions.create(messages=[{"role": "user", "content": text}])
             return [reply.message]
 
-    with pytest.raises(NotSampledError, match="several calls with different prompts gave a reply in its completion"):
+    with pytest.raises(NotSampledError, match="several calls with different prompts returned the same reply"):
         exact_samples(played(Twice, vf.FakeClient("yes", tokens=True)))
     assert said(exact_samples(played(Twice, vf.FakeClient(["no", "yes"], tokens=True)))) == ["yes"]
 
@@ -127,7 +127,7 @@ def test_a_rollout_whose_completion_has_no_reply_is_refused_and_one_that_asked_n
         async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
             return {"completion": []}
 
-    with pytest.raises(NotSampledError, match="no reply of the model, though the model was asked"):
+    with pytest.raises(NotSampledError, match="no reply of the model, although the model was called"):
         exact_samples(played(Silent, vf.FakeClient("yes", tokens=True)))
     assert exact_samples(played(Idle, vf.FakeClient("yes", tokens=True))) == []
 
@@ -183,7 +183,9 @@ def test_space_around_a_reply_is_no_edit_and_any_other_edit_is_refused_with_the_
     assert said(exact_samples(played(Edited, vf.FakeClient(" four\n", tokens=True)))) == [" four\n"]
     state = played(Shouted, vf.FakeClient("four", tokens=True))
     assert state["reward"] == 1.0  # it is scored as ever
-    with pytest.raises(NotSampledError, match=r"holds a reply that no call of the policy gave: .*add_model_response"):
+    with pytest.raises(
+        NotSampledError, match=r"contains a reply that no call of the policy returned: .*add_model_response"
+    ):
         exact_samples(state)
 
 
@@ -208,7 +210,7 @@ def test_a_client_of_ones_own_around_the_policy_is_the_policy_and_a_teacher_is_n
 
     assert said(exact_samples(played(Sync, Logged(vf.FakeClient("four", tokens=True))))) == ["four"]
     assert said(exact_samples(played(Sync, Logged([vf.FakeClient("four", tokens=True)])))) == ["four"]
-    with pytest.raises(NotSampledError, match="no call of the policy gave"):
+    with pytest.raises(NotSampledError, match="no call of the policy returned"):
         exact_samples(played(Taught, vf.FakeClient("five", tokens=True)))
 
 
@@ -223,7 +225,7 @@ def test_calls_that_are_not_seen_and_clients_without_tokens_are_refused_with_the
             thread.join()
             return [found[0].message], {}
 
-    with pytest.raises(NotSampledError, match="no call of the model was seen in its rollout; calls from threads"):
+    with pytest.raises(NotSampledError, match="no model call was recorded in its rollout; calls from your own threads"):
         exact_samples(played(InAThread, vf.FakeClient("four", tokens=True)))
     for kind in (Sync, vf.SingleTurnEnv):
         with pytest.raises(NotSampledError, match="the client gave no token ids and logprobs"):
@@ -347,7 +349,7 @@ def test_a_further_reply_that_was_edited_is_refused_and_not_learned_from_by_half
     for kind in (Shouted, Drafted, Aloud):
         state = played(kind, vf.FakeClient(["one", "two", "three"], tokens=True))
         assert state["reward"] == 1.0
-        with pytest.raises(NotSampledError, match="holds a reply that no call of the policy gave"):
+        with pytest.raises(NotSampledError, match="contains a reply that no call of the policy returned"):
             exact_samples(state)
         assert all(step["tokens"] is None for step in state["trajectory"])
 
@@ -391,7 +393,7 @@ def test_a_teachers_rollout_is_not_learned_from_as_if_the_policy_had_said_it() -
         async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
             return await super().rollout(input, teacher, "teacher", sampling_args)
 
-    with pytest.raises(NotSampledError, match="the reply of another client than the policy's"):
+    with pytest.raises(NotSampledError, match="a reply of a client other than the policy's"):
         exact_samples(played(Taught, vf.FakeClient("five", tokens=True)))
 
 
@@ -407,7 +409,7 @@ def test_a_text_that_goes_on_after_the_librarys_own_rollout_is_learned_from_or_r
 
     state = played(Longer, vf.FakeClient(["four", "yes"], tokens=True), message_type="completion")
     if is_edited:
-        with pytest.raises(NotSampledError, match="no call of the policy gave"):
+        with pytest.raises(NotSampledError, match="no call of the policy returned"):
             exact_samples(state)
     else:
         assert "".join(said(exact_samples(state))) == "fouryes"
@@ -454,7 +456,7 @@ def test_classic_batches_tokenize_what_nobody_sampled_and_say_why() -> None:
 
     env = Shouted(dataset=[ROW], rubric=vf.Rubric([text_rewarded]))
     results = env.generate(client=vf.FakeClient("four", tokens=True), model="m", use_tqdm=False)
-    with pytest.raises(ValueError, match=r"no call of the policy gave.*pass processing_class=tokenizer"):
+    with pytest.raises(ValueError, match=r"no call of the policy returned.*pass processing_class=tokenizer"):
         env.process_env_results(results["prompts"], results["completions"], results["states"], results["rewards"])
 
 

@@ -99,7 +99,7 @@ def test_rows_prompts_and_weights_are_the_servers(server: EnvServer) -> None:
     assert env.formatted({"question": "new"}) == served.formatted({"question": "new"})
     assert env.rubric._get_reward_weights() == [0.5]
     env.rubric.weights[0] = 2.0
-    with pytest.raises(ValueError, match="are the server's"):
+    with pytest.raises(ValueError, match="of a remote environment cannot be changed here"):
         env.evaluate(client=vf.FakeClient(digit), model="m", use_tqdm=False)
 
 
@@ -130,9 +130,9 @@ def test_a_member_of_a_group_may_be_elsewhere(server: EnvServer) -> None:
 
 def test_what_only_the_server_can_change_is_refused_here(server: EnvServer) -> None:
     env = vf.RemoteEnv(server.url)
-    with pytest.raises(ValueError, match="where it is served"):
+    with pytest.raises(ValueError, match="on its server"):
         env.set_kwargs(max_turns=9)
-    with pytest.raises(ValueError, match="where it is served"):
+    with pytest.raises(ValueError, match="on its server"):
         env.set_max_seq_len(9)
 
 
@@ -174,7 +174,7 @@ def test_the_server_asks_an_endpoint_itself_where_that_is_said(server: EnvServer
         results = env.evaluate(client=model.url, model="m", use_tqdm=False)
     assert results["rewards"] == [0.5] * 8
     (failed, *_) = env.evaluate(client=vf.FakeClient(digit), model="m", use_tqdm=False).failed
-    assert "needs an endpoint over HTTP" in str(failed["error"])
+    assert "needs an HTTP endpoint" in str(failed["error"])
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -240,14 +240,18 @@ def test_a_body_that_is_too_large_and_one_that_is_nonsense_are_refused() -> None
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("rollouts", {"row": {}}, "'row' cannot be played: row 0 of the dataset has no 'prompt'"),
-        ("rollouts", {"row": {"prompt": 5}}, "'row' cannot be played"),
-        ("rollouts", {"row": {"question": "q"}, "terms": {"model": "m", "sampling": 5}}, "'sampling' is an object"),
+        ("rollouts", {"row": {}}, "'row' is not valid: row 0 of the dataset has no 'prompt'"),
+        ("rollouts", {"row": {"prompt": 5}}, "'row' is not valid"),
+        (
+            "rollouts",
+            {"row": {"question": "q"}, "terms": {"model": "m", "sampling": 5}},
+            "'sampling' must be an object",
+        ),
         ("rollouts", {"row": {"question": "q"}, "terms": {"model": "m", "hook_timeout_s": "x"}}, "a number of seconds"),
         ("scores", {"states": [5]}, "'states' is missing"),
-        ("scores", {"states": [{}], "scores": 5}, "the score of each of the states"),
-        ("scores", {"states": [{}], "scores": []}, "the score of each of the states"),
-        ("scores", {"states": [{}], "scores": [{}]}, "a score has a reward and metrics"),
+        ("scores", {"states": [{}], "scores": 5}, "one score per state"),
+        ("scores", {"states": [{}], "scores": []}, "one score per state"),
+        ("scores", {"states": [{}], "scores": [{}]}, "a score must have a reward and metrics"),
     ],
 )
 def test_what_cannot_be_played_or_scored_is_the_callers_fault_and_no_rollout(
@@ -263,7 +267,7 @@ def test_a_rollout_past_the_servers_deadline_is_failed_with_that() -> None:
     with EnvServer(twice(1, 60.0), limits=ServerLimits(deadline_s=0.2)) as server:
         (failed,) = vf.RemoteEnv(server.url).evaluate(client=vf.FakeClient(digit), model="m", use_tqdm=False).failed
     assert isinstance(failed["error"], vf.DeadlineError)
-    assert "longer than this server allows (0.2 s)" in str(failed["error"])
+    assert "exceeded this server's limit of 0.2 s" in str(failed["error"])
 
 
 def test_a_caller_who_hangs_up_frees_the_place() -> None:
@@ -309,7 +313,7 @@ def test_a_server_that_is_gone_fails_the_rollouts_and_resume_goes_on(tmp_path: P
         assert env.evaluate(**asked, resume=True)["rewards"] == [0.5] * 8
     with pytest.raises(vf.ConnectionFailedError, match="cannot be reached"):
         vf.RemoteEnv(f"http://127.0.0.1:{port}", patience_s=0.3)
-    with pytest.raises(ValueError, match="no address of an environment server"):
+    with pytest.raises(ValueError, match="not the URL of an environment server"):
         vf.RemoteEnv("localhost")
 
 

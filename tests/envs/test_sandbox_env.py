@@ -168,7 +168,7 @@ def test_files_that_are_none_are_the_rows_fault_and_not_the_models() -> None:
     for files in (["a"], {"a": 1}):
         state = roll_out(env, cell("1"), info={"files": files})
         assert isinstance(state["error"], vf.HookError)
-        assert "info['files'] maps names to texts" in str(state["error"])
+        assert "info['files'] must map names to texts" in str(state["error"])
     state = roll_out(env, cell("open('a').read()"), "done", info={"files": {"a": "hej"}})
     assert tool_texts(state) == ["'hej'"]
 

@@ -106,7 +106,7 @@ class Broken(Shop):
     [
         (lambda: {}["cart"], "update_tool_args raised KeyError: 'cart'"),
         (lambda: None, "update_tool_args returned None for put; it must return a dict"),
-        (lambda: {"item": "milk"}, "update_tool_args gave put arguments that do not fit: missing a required argument"),
+        (lambda: {"item": "milk"}, "update_tool_args returned invalid arguments for put: missing a required argument"),
         (lambda: {"item": "milk", "cart": [], "x": 1}, "got an unexpected keyword argument 'x'"),
     ],
 )
@@ -129,6 +129,6 @@ def test_a_tool_that_fails_before_the_model_was_asked_is_a_failure_and_no_zero()
 
     state = roll_out(Opening(rubric=vf.Rubric([lambda completion: 0.0])), "hello")
     assert isinstance(state["error"], vf.HookError)
-    assert "before the model was asked, " in str(state["error"])
+    assert "before the first request to the model, " in str(state["error"])
     assert "article" in str(state["error"])
     assert state["reward"] is None

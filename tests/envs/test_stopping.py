@@ -35,7 +35,7 @@ def test_a_run_stops_when_its_mean_is_known_and_says_so(tmp_path: Path) -> None:
     assert (found.low, found.high) == (about["low"], about["high"])
     assert found.high - found.low <= 0.2  # type: ignore[operator]
     assert found.low <= 0.8 <= found.high  # type: ignore[operator]
-    assert "stopped early: the mean reward is known to ±0.1 by " in str(results)
+    assert "stopped early: the mean reward is known to ±0.1 after " in str(results)
     assert f"of {3000:,} examples" in str(results)
 
 
@@ -148,9 +148,9 @@ def test_rewards_beyond_their_bounds_stop_the_run_with_a_sentence_and_it_goes_on
     first = env.evaluate(until=0.3, use_tqdm=False, **settings)
     assert len(first.rollouts) < 200
     assert "stopped early: the reward of example " in str(first)
-    assert "which were taken to be 0 and 1; say what they are (reward_range=(least, most)" in str(first)
+    assert "which were assumed to be 0 and 1; set them with reward_range=(least, most)" in str(first)
     again = env.evaluate(until=0.3, reward_range=(0, 3), resume=True, use_tqdm=False, **settings)
-    assert "the mean reward is known to ±0.3 by" in str(again)
+    assert "the mean reward is known to ±0.3 after" in str(again)
 
 
 def test_a_reward_beyond_its_bounds_is_noticed_though_the_mean_of_its_example_is_not() -> None:
@@ -162,7 +162,7 @@ def test_a_reward_beyond_its_bounds_is_noticed_though_the_mean_of_its_example_is
     results = env.evaluate(
         client=client, model="m", rollouts_per_example=2, until=0.1, max_concurrent=1, use_tqdm=False
     )
-    assert "is 2, and how soon a mean is known" in str(results)
+    assert "is 2, but early stopping needs rewards within bounds" in str(results)
 
 
 def test_bounds_come_from_the_weights_of_the_rubric() -> None:
@@ -178,7 +178,7 @@ def test_bounds_come_from_the_weights_of_the_rubric() -> None:
 def test_few_examples_may_not_be_enough_and_the_report_says_so() -> None:
     results = sums(20).evaluate(client=vf.FakeClient("yes"), model="m", until=0.02, use_tqdm=False)
     assert len(results.rollouts) == 20
-    assert "the mean reward is not known to ±0.02 by 20 of 20 examples" in str(results)
+    assert "the mean reward is not known to ±0.02 after 20 of 20 examples" in str(results)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_few_examples_may_not_be_enough_and_the_report_says_so() -> None:
     [
         ({"until": -1}, "until=-1 must be a positive number"),
         ({"until": 0.1, "reward_range": (1, 0)}, "the smaller first"),
-        ({"reward_range": (0, 1)}, "reward_range goes with until"),
+        ({"reward_range": (0, 1)}, "reward_range needs until"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_asked(

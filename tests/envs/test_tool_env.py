@@ -455,7 +455,7 @@ def test_a_sandbox_or_endpoint_that_is_down_fails_the_rollout_without_being_aske
 
 
 def test_stop_errors_are_checked_when_the_environment_is_made() -> None:
-    with pytest.raises(TypeError, match="stop_errors holds exception types, not 'ConnectionError'"):
+    with pytest.raises(TypeError, match="stop_errors must contain exception types, not 'ConnectionError'"):
         make(stop_errors=["ConnectionError"])
 
 

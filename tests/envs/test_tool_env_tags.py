@@ -132,5 +132,5 @@ def test_calls_in_tags_are_counted_and_work_with_plain_completions() -> None:
 
 
 def test_plain_completions_without_tags_take_no_tools() -> None:
-    with pytest.raises(ValueError, match="a completions endpoint takes no tools"):
+    with pytest.raises(ValueError, match="a completions endpoint does not support tools"):
         vf.ToolEnv(tools=[add], dataset=[{"prompt": "?"}], message_type="completion")

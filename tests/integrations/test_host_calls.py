@@ -326,7 +326,7 @@ def test_the_first_of_a_group_that_failed_whole_says_why_there_is_none() -> None
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda env: env.run_group("x", client=vf.FakeClient("4"), model="m"), "group_inputs is a list of rows"),
+        (lambda env: env.run_group("x", client=vf.FakeClient("4"), model="m"), "group_inputs must be a list of rows"),
         (lambda env: env.run_group([], client=vf.FakeClient(), model="m", max_retries="2"), "max_retries='2' must be"),
         (lambda env: env.set_max_seq_len("1024"), "max_seq_len='1024' must be a number of tokens"),
         (lambda env: env.set_max_seq_len(0), "max_seq_len=0 must be a number of tokens"),

@@ -72,10 +72,10 @@ def test_an_evaluation_is_pushed_as_a_data_set_that_loads_again_and_is_evaluated
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (401, "the hub answered 401; it does not know this token: set HF_TOKEN, or run `hf auth login`"),
-        (403, "the hub answered 403; it does not allow this token to do that"),
-        (404, "the hub answered 404; there is no such repository, or this token may not see it"),
-        (500, "the hub answered 500; it failed on its side: try again later"),
+        (401, "the hub answered 401; the token is invalid: set HF_TOKEN, or run `hf auth login`"),
+        (403, "the hub answered 403; this token lacks the permission"),
+        (404, "the hub answered 404; there is no such repository, or this token has no access to it"),
+        (500, "the hub answered 500; it had a server error: try again later"),
         (0, "the hub cannot be reached"),
     ],
 )

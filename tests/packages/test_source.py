@@ -58,12 +58,12 @@ def test_a_package_that_imports_its_function_is_followed(package):
 @pytest.mark.parametrize(
     ("file", "text", "why"),
     [
-        ("my_env.py", "x = 1\n", "its module 'my_env' defines no load_environment()"),
+        ("my_env.py", "x = 1\n", "its module 'my_env' does not define load_environment()"),
         ("my_env.py", "def load_environment(:\n", "is not Python"),
         ("my_env.py", None, "it has neither my_env.py nor my_env/__init__.py"),
-        ("pyproject.toml", None, "it has no pyproject.toml (vf init NAME makes a whole one)"),
+        ("pyproject.toml", None, "it has no pyproject.toml (vf init NAME creates a complete package)"),
         ("pyproject.toml", "[project\n", "is not TOML"),
-        ("pyproject.toml", "[tool]\n", "gives no name under [project]"),
+        ("pyproject.toml", "[tool]\n", "has no name under [project]"),
     ],
     ids=["no function", "no python", "no module", "no project", "no toml", "no name"],
 )
@@ -92,12 +92,12 @@ def test_a_wheel_whose_module_has_another_name_is_found_too(tmp_path):
 def test_a_wheel_that_is_none_says_why(tmp_path):
     about = "Name: requests\nVersion: 1\n"
     files = {"requests/__init__.py": "", "requests-1.dist-info/METADATA": about}
-    with pytest.raises(NotAnEnvironmentError, match=r"'requests' defines no load_environment"):
+    with pytest.raises(NotAnEnvironmentError, match=r"'requests' does not define load_environment"):
         read_wheel(wheel(tmp_path / "a.whl", **files))
     (tmp_path / "b.whl").write_text("no zip")
-    with pytest.raises(NotAnEnvironmentError, match=r"b\.whl is no wheel"):
+    with pytest.raises(NotAnEnvironmentError, match=r"b\.whl is not a wheel"):
         read_wheel(tmp_path / "b.whl")
-    with pytest.raises(NotAnEnvironmentError, match="holds no METADATA"):
+    with pytest.raises(NotAnEnvironmentError, match="has no METADATA"):
         read_wheel(wheel(tmp_path / "c.whl", a="b"))
 
 
@@ -151,7 +151,7 @@ def test_a_small_wheel_with_a_huge_module_or_huge_metadata_is_refused_before_it_
     assert path.stat().st_size < 1 << 20
     tracemalloc.start()
     try:
-        with pytest.raises(NotAnEnvironmentError, match=r"has 315 MB; no module or metadata has more than 4 MiB"):
+        with pytest.raises(NotAnEnvironmentError, match=r"has 315 MB; the limit for modules and metadata is 4 MiB"):
             read_wheel(path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -178,7 +178,7 @@ def test_a_wheel_that_says_it_is_smaller_than_it_is_is_not_unpacked_further_than
     declare(path, "my_env.py", 100)
     tracemalloc.start()
     try:
-        with pytest.raises(NotAnEnvironmentError, match="is no wheel"):  # its checksum does not fit either
+        with pytest.raises(NotAnEnvironmentError, match="is not a wheel"):  # its checksum does not fit either
             read_wheel(path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -199,7 +199,7 @@ def test_a_wheel_that_unpacks_to_more_than_one_installs_is_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("way", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_ways_of_packing_that_wheels_do_not_use_are_not_tried(way: int, tmp_path: Path) -> None:
-    with pytest.raises(NotAnEnvironmentError, match="packed in a way that wheels are not"):
+    with pytest.raises(NotAnEnvironmentError, match="has a compression that wheels do not use"):
         read_wheel(packed(tmp_path / "a.whl", {}, way=way))
 
 
@@ -213,7 +213,7 @@ def test_a_module_that_no_parser_takes_is_told(text: str, package: Path) -> None
 def test_a_folder_with_a_huge_module_or_a_device_for_one_is_refused(package: Path) -> None:
     with open(package / "my_env.py", "wb") as file:
         file.truncate(3 << 30)  # a hole: no room is taken
-    with pytest.raises(NotAnEnvironmentError, match="larger than 4 MiB"):
+    with pytest.raises(NotAnEnvironmentError, match="larger than the limit of 4 MiB"):
         read_folder(package)
     (package / "my_env.py").unlink()
     (package / "my_env.py").symlink_to("/dev/zero")

@@ -237,7 +237,7 @@ def test_no_client_is_needed_to_make_the_rubric_and_its_lack_is_told_when_asked(
 
 
 def test_a_judge_that_is_down_or_silent_fails_the_rollout_with_its_cause() -> None:
-    for reply, message in ((ConnectionFailedError("refused"), "gave no reply: refused"), ("", "gave an empty reply")):
+    for reply, message in ((ConnectionFailedError("refused"), "did not reply: refused"), ("", "gave an empty reply")):
         state = rollout()
         JudgeRubric(judge_client=FakeClient(reply), judge_model="wise", funcs=[says_yes]).score_rollout(state)
         assert state["reward"] is None
@@ -311,7 +311,7 @@ def test_a_judge_that_never_gives_a_score_fails_the_rollout_and_is_no_zero() -> 
     state = rollout()
     rubric.score_rollout(state)
     assert state["reward"] is None
-    assert "judge 'shy' gave no score from 0 to 10 in 2 replies; the last one: 'I would rather not.'" in str(
+    assert "judge 'shy' gave no score from 0 to 10 in 2 replies; the last reply was 'I would rather not.'" in str(
         state["error"]
     )
     assert len(client.requests) == 2
@@ -362,13 +362,19 @@ def test_a_batch_asks_once_for_each_rollout_and_judge() -> None:
     ("arguments", "message"),
     [
         ({"judge_models": []}, "judge_models is empty"),
-        ({"judge_models": ["a"], "aggregation": "sum"}, "aggregation='sum'; it can be mean, median, min, max, vote"),
-        ({"template": "Rate it: {completion}"}, r"does not say its scale; .* scale=\(0, 10\)"),
-        ({"template": "From 0 to 10: {prompt}"}, "shows nothing of the reply"),
-        ({"template": "{completion} 0-10 {criterion}"}, r"asks for \['criterion'\]; it can have question, prompt"),
-        ({"judge_models": ["a"], "scale": (5, 1)}, "must go up"),
-        ({"aggregation": "mean"}, "go with judge_models= or template="),
-        ({"client": FakeClient(""), "judge_client": FakeClient("")}, "give one"),
+        (
+            {"judge_models": ["a"], "aggregation": "sum"},
+            "aggregation='sum' must be one of mean, median, min, max, vote",
+        ),
+        ({"template": "Rate it: {completion}"}, r"does not contain its scale; .* scale=\(0, 10\)"),
+        ({"template": "From 0 to 10: {prompt}"}, "does not contain the reply"),
+        (
+            {"template": "{completion} 0-10 {criterion}"},
+            r"unknown fields \['criterion'\]; it may have question, prompt",
+        ),
+        ({"judge_models": ["a"], "scale": (5, 1)}, "with low < high"),
+        ({"aggregation": "mean"}, "need judge_models= or template="),
+        ({"client": FakeClient(""), "judge_client": FakeClient("")}, "pass one"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_rubric_is_made(arguments: dict[str, Any], message: str) -> None:

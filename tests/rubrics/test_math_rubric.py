@@ -152,7 +152,7 @@ def test_no_text_fails_a_rollout(text: str) -> None:
 
 @pytest.mark.parametrize("label", ["}{", "\\text{}"])
 def test_a_right_answer_that_cannot_be_read_is_told_and_blamed_on_the_data_set(label: str) -> None:
-    with pytest.raises(GraderError, match=r"the row's answer .* cannot be read as mathematics"):
+    with pytest.raises(GraderError, match=r"the row's answer .* cannot be parsed as mathematics"):
         reward("\\boxed{5}", label)
 
 

@@ -213,7 +213,7 @@ def test_a_group_reward_that_returns_a_dict_or_a_set_is_not_scored_by_its_keys_i
     states = [rollout("4"), rollout("5")]
     Rubric([ranked]).score_group(states)
     assert [state["reward"] for state in states] == [None, None]
-    assert f"returned a {type(returned).__name__}; it returns a list" in str(states[0]["error"])
+    assert f"returned a {type(returned).__name__}; it must return a list" in str(states[0]["error"])
 
 
 def test_a_group_reward_that_never_stops_giving_scores_fails_its_group_and_ends() -> None:

@@ -46,7 +46,9 @@ def test_missing_fields_have_harmless_values() -> None:
 def test_an_unknown_argument_is_refused_and_the_message_says_what_there_is() -> None:
     def reward(completion, tokenizer): ...
 
-    with pytest.raises(TypeError, match=r"'reward' asks for \['tokenizer'\]; it can have prompt, completion.*parser"):
+    with pytest.raises(
+        TypeError, match=r"'reward' has unknown arguments \['tokenizer'\]; it may have prompt, completion.*parser"
+    ):
         Rubric(funcs=[reward])
 
 
@@ -59,14 +61,14 @@ def test_an_unknown_argument_with_a_default_keeps_it() -> None:
 def test_a_positional_only_argument_cannot_be_injected() -> None:
     def reward(completion, /): ...
 
-    with pytest.raises(TypeError, match="asks for"):
+    with pytest.raises(TypeError, match="has unknown arguments"):
         Plan(reward, {})
 
 
 def test_what_is_not_callable_or_cannot_be_read_is_refused() -> None:
     with pytest.raises(TypeError, match="must be callable"):
         Plan("exact_match", {})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="wrap it in a function of your own"):
+    with pytest.raises(TypeError, match="wrap it in a Python function"):
         Plan(type, {})
 
 
@@ -88,7 +90,7 @@ def test_plural_names_or_the_decorator_make_a_group_reward() -> None:
 def test_a_group_reward_that_asks_for_one_rollouts_field_is_refused() -> None:
     def mixed(completions, answer): ...
 
-    with pytest.raises(TypeError, match=r"\['answer'\]; it can have prompts, completions"):
+    with pytest.raises(TypeError, match=r"\['answer'\]; it may have prompts, completions"):
         Plan(mixed, {})
 
 

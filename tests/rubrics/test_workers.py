@@ -427,7 +427,7 @@ def test_what_cannot_be_sent_is_refused_when_the_rubric_is_made() -> None:
     method = functools.partial(connection.grade)
     with pytest.raises(TypeError, match="it is a method, and its Connection cannot be pickled"):
         check_shippable(connection.grade)
-    with pytest.raises(TypeError, match="put it into a module of its own"):
+    with pytest.raises(TypeError, match="put it into a separate module"):
         check_shippable(method)
 
 
@@ -487,7 +487,7 @@ def test_an_argument_that_is_asked_for_and_cannot_be_sent_is_an_error_and_any_ot
         return sorted(kwargs)
 
     arguments = {"completion": "x", "connection": Connection(), "answer": "4"}
-    with pytest.raises(GraderError, match="'greedy' is cpu_bound and asks for 'connection', a Connection"):
+    with pytest.raises(GraderError, match="'greedy' is cpu_bound and takes 'connection', a Connection"):
         call(greedy, **arguments)
     assert call(modest, **arguments) == ["answer"]
 

@@ -236,7 +236,7 @@ def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_w
     (step,) = report.steps
     assert step["refused"] == 16
     (reason,) = step["refused_reasons"]
-    assert reason.startswith("16 × its completion holds a reply that no call of the policy gave")
+    assert reason.startswith("16 × its completion contains a reply that no call of the policy returned")
     (notice,) = [one["notice"] for one in report.notices if "not trained on" in one["notice"]]
     assert notice.startswith("16 rollouts were not trained on")
 
@@ -246,7 +246,7 @@ def test_rollouts_whose_tokens_are_not_known_are_counted_and_shown_and_move_no_w
 
     trainer = making.trainer(tmp_path / "all", env=spoken(AllEdited), max_steps=1)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(ValueError, match=r"none of 16 rollouts can be trained on.*no call of the policy gave"):
+    with pytest.raises(ValueError, match=r"none of 16 rollouts can be trained on.*no call of the policy returned"):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 

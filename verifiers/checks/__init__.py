@@ -1,4 +1,4 @@
-"""An environment → a verdict on each thing that goes wrong with environments, before anyone pays for a run."""
+"""An environment → a verdict on each common fault of environments, before a run costs anything."""
 
 from verifiers.checks.check import check_environment
 from verifiers.checks.static import Finding, read_findings

@@ -1,4 +1,4 @@
-"""An environment, or the id of one → every check, in order; a check that another one rests on comes first."""
+"""An environment or its id → all checks, in order of their dependencies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_environment(
     environments_dir: str | Path = "environments",
     examples: int = EXAMPLES,
 ) -> Report:
-    """Prove an environment: it loads, its rows are valid, right answers pay and nothing else does, and so on.
+    """Check an environment: it loads, its rows are valid, only right answers get a high reward, and so on.
 
     >>> from verifiers.envs import SingleTurnEnv
     >>> from verifiers.rubrics import Rubric

@@ -1,4 +1,4 @@
-"""The files of an environment → is it a package others can install and read about?"""
+"""The files of an environment → whether it is a documented package that others can install."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STATIC: dict[str, tuple[str, Status]] = {
 
 
 def sources_of(module: str) -> list[Path]:
-    """The source files of an environment that has been imported under this name, without its tests."""
+    """The source files of an environment that was imported under this module name, without its tests."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return []
     path = Path(file).resolve()
     if path.name != "__init__.py" and not (path.parent / "pyproject.toml").is_file():
-        return [path]  # one module beside others, in a folder of installed packages
+        return [path]  # a single module in a folder of installed packages
     return sorted(
         found
         for found in path.parent.rglob("*.py")
@@ -33,7 +33,7 @@ def sources_of(module: str) -> list[Path]:
 
 
 def check_static(report: Report, files: list[Path]) -> None:
-    """Findings that need no run."""
+    """Report findings in the source."""
     if not files:
         report.add("the source", "skip", "it has no source file")
         return
@@ -46,13 +46,13 @@ def check_static(report: Report, files: list[Path]) -> None:
 
 
 def folder_of(files: list[Path]) -> Path | None:
-    """The folder of the package's pyproject.toml, where there is one."""
+    """The folder of the package's pyproject.toml, or None."""
     parents = list(files[0].parents[:2]) if files else []
     return next((folder for folder in parents if (folder / "pyproject.toml").is_file()), None)
 
 
 def check_package(report: Report, files: list[Path]) -> None:
-    """A pyproject that can be installed, and a README that names every argument."""
+    """Check that pyproject.toml can be installed, and that the README names every argument."""
     name = "the package"
     folder = folder_of(files)
     if folder is None:

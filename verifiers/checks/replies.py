@@ -1,4 +1,4 @@
-"""A row and its answer → the replies an environment is tried with: right ones in every usual form, and wrong ones."""
+"""A row and its answer → replies to test an environment with: right ones in every usual form, and wrong ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = ("amber", "river", "forty", "lantern", "quiet", "seven", "marble", "win
 
 
 def gold_forms(env: Environment, rows: Sequence[Row]) -> dict[str, Form]:
-    """The forms in which an answer is usually wanted, the environment's own first."""
+    """The usual forms of an answer, those of the environment's parsers first."""
     forms: dict[str, Form] = {}
     for parser in {id(member.parser): member.parser for member in members_of(env)}.values():
         forms |= _own_forms(parser)
@@ -53,7 +53,7 @@ def _own_forms(parser: Parser) -> dict[str, Form]:
 
 
 def _prompted_forms(rows: Sequence[Row]) -> dict[str, Form]:
-    """The tags that a prompt speaks of."""
+    """Forms with the tags that the prompt mentions."""
     tags = list(dict.fromkeys(_TAG.findall(echo(rows[0], 0)))) if rows else []
     return {
         f"<{tag}>, of the prompt": lambda answer, tag=tag: f"<think>\n{THOUGHT}\n</think>\n<{tag}>{answer}</{tag}>"  # type: ignore[misc]
@@ -62,7 +62,7 @@ def _prompted_forms(rows: Sequence[Row]) -> dict[str, Form]:
     }
 
 
-# --- what must not pay ------------------------------------------------------------------------------------------------
+# --- replies that must not get a reward -------------------------------------------------------------------------------
 
 
 def empty(row: Row, number: int) -> str:
@@ -70,7 +70,7 @@ def empty(row: Row, number: int) -> str:
 
 
 def echo(row: Row, number: int) -> str:
-    """The prompt itself: every message of it, or the last one."""
+    """The prompt itself: all its messages, or the last one."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return prompt
@@ -79,7 +79,7 @@ def echo(row: Row, number: int) -> str:
 
 
 def stuffed(rows: Sequence[Row], form: Form) -> Callable[[Row, int], str]:
-    """Every answer there is in one reply: inside one form, or form after form; what comes first and last is none."""
+    """All answers in one reply, within one form or one form after the other; the first and the last one are wrong."""
     answers = list(dict.fromkeys(str(row.get("answer", "")) for row in rows))
     listed = ["none of these", *answers, "none of these"]
     several, inside = "\n".join(map(form, listed)), form(", ".join(listed))
@@ -87,14 +87,14 @@ def stuffed(rows: Sequence[Row], form: Form) -> Callable[[Row, int], str]:
 
 
 def oversized(row: Row, number: int) -> str:
-    """Far too long, of a kind that is slow to read for a careless pattern."""
+    """A far too long reply, on which a careless regular expression is slow."""
     pieces = (" ", "<answer>", "\\boxed{", "word ", "<think>\n")
     piece = pieces[number % len(pieces)]
     return piece * (OVERSIZED_CHARS // len(piece))
 
 
 def noise(row: Row, number: int) -> str:
-    """Words, characters or markup without sense; the same each time."""
+    """Random words, characters or markup, from a fixed seed."""
     draw = random.Random(f"{row.get('example_id')} {number}")
     makers: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: (f"{draw.choice(_WORDS)} " for _ in range(60)),

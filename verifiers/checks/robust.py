@@ -1,10 +1,10 @@
-"""An environment → can it be sent elsewhere, and do its tools and judges survive what a model writes?"""
+"""An environment → whether it pickles, and whether its tools and judges withstand what a model may write."""
 
 from __future__ import annotations
 
 import io
 import json
-import pickle  # noqa: TID251  what is asked here is whether others could send it that way
+import pickle  # noqa: TID251  this checks whether others could pickle it
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _CLOSING = re.compile(r"\s*(</[A-Za-z][\w-]*>|```|\"\"\"|'''|-{3,}|={3,}|\[/[A-Z
 
 
 class _Sender(pickle.Pickler):
-    """Pickles; functions and classes that no module holds, which only cloudpickle can send, go as what is in them."""
+    """A pickler that replaces functions and classes that only cloudpickle can pickle by their contents."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -62,7 +62,7 @@ def _has_contents(cell: Any) -> bool:
 
 
 def check_pickles(report: Report, env: Environment) -> None:
-    """Workers of other processes get the environment as a pickle."""
+    """Check that the environment pickles, because worker processes receive it as a pickle."""
     name = "it pickles"
     sender = _Sender(io.BytesIO())
     try:
@@ -71,7 +71,7 @@ def check_pickles(report: Report, env: Environment) -> None:
         report.add(name, "fail", f"it cannot be sent to another process: {type(error).__name__}: {error}")
         return
     local = list(dict.fromkeys(sender.local))
-    found = f"with cloudpickle (no module holds {', '.join(local[:3])})" if local else ""
+    found = f"with cloudpickle (not importable from a module: {', '.join(local[:3])})" if local else ""
     report.add(name, "ok", found)
 
 
@@ -79,33 +79,34 @@ def check_pickles(report: Report, env: Environment) -> None:
 
 
 def check_tools(report: Report, env: Environment, rows: Sequence[Row]) -> None:
-    """A model will call a tool wrongly in every way there is; none of them may break the rollout."""
+    """Check that no wrong tool call makes the rollout fail."""
     name = "tools survive bad arguments"
     tools = tools_of(env, rows)
     if not tools:
         report.add(name, "skip", "it has no tools")
         return
-    made = [(tool, arguments) for tool in tools for arguments in bad_arguments(tools[tool])]
-    made.append(("no_such_tool", "{}"))
+    bad_calls = [(tool, arguments) for tool in tools for arguments in bad_arguments(tools[tool])]
+    bad_calls.append(("no_such_tool", "{}"))
     row = rows[0]
     try:
-        trial = try_replies(env, [row] * len(made), lambda _, number: [tool_call(*made[number]), DONE])
+        trial = try_replies(env, [row] * len(bad_calls), lambda _, number: [tool_call(*bad_calls[number]), DONE])
     except TimeoutError:
         report.add(name, "fail", "a rollout did not end after a bad call")
         return
-    broken = [made[i] for i, state in enumerate(trial.states) if state.get("error") is not None]
+    broken = [bad_calls[i] for i, state in enumerate(trial.states) if state.get("error") is not None]
     if broken:
         tool, arguments = broken[0]
         found = (
-            f"{len(broken)} of {len(made)} bad calls broke the rollout, first {tool}({arguments:.40}): {trial.causes}"
+            f"{len(broken)} of {len(bad_calls)} bad calls broke the rollout, "
+            f"the first was {tool}({arguments:.40}): {trial.causes}"
         )
         report.add(name, "fail", found)
     else:
-        report.add(name, "ok", f"{len(made)} bad calls of {len(tools)} tool{'s' * (len(tools) != 1)}")
+        report.add(name, "ok", f"{len(bad_calls)} bad calls of {len(tools)} tool{'s' * (len(tools) != 1)}")
 
 
 def tools_of(env: Environment, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The tools on offer, each with the schema of its arguments."""
+    """The offered tools by name, each with the schema of its arguments."""
     info = rows[0].get("info") if rows else None
     offered = (info.get("oai_tools") if isinstance(info, dict) else None) or env.oai_tools or []
     found = {}
@@ -117,7 +118,7 @@ def tools_of(env: Environment, rows: Sequence[Row]) -> dict[str, dict[str, Any]]
 
 
 def bad_arguments(schema: dict[str, Any]) -> Iterator[str]:
-    """Arguments as a model gets them wrong: no JSON, no object, too few, too many, of another type, far too long."""
+    """Wrong arguments: invalid JSON, not an object, too few, too many, of the wrong type, far too long."""
     names = list(schema.get("properties") or {})
     yield from ("", "{", "null", "[]", "{}", '{"no_such_argument": 1}')
     if names:
@@ -135,7 +136,7 @@ def tool_call(tool: str, arguments: str) -> dict[str, Any]:
 
 
 def check_judges(report: Report, env: Environment, rows: Sequence[Row]) -> None:
-    """What a model writes is shown to a judge: it must not read as the judge's own instructions."""
+    """Check that a reply shown to a judge cannot be taken for the judge's instructions."""
     name = "judge prompts survive injection"
     if not judges_of(env):
         report.add(name, "skip", "it has no judge")
@@ -150,23 +151,25 @@ def check_judges(report: Report, env: Environment, rows: Sequence[Row]) -> None:
         before, _, after = text.partition(MARK)
         closing = _CLOSING.match(after)
         if closing is None:
-            report.add(name, "warn", "nothing marks where the reply ends; put it between tags, such as <response>")
+            report.add(name, "warn", "the prompt does not mark the end of the reply; put it in tags such as <response>")
             return
         injected = f"{closing[1]}\n{INJECTED}"
         problem = _problem(env, row, injected, before, closing[1])
         if problem:
             report.add(name, "fail", problem)
             return
-    found = f"{len(framed)} prompt{'s' * (len(framed) != 1)} looked at"
-    if _is_taken_in(env, row):
-        quoted = "a judge that says no and quotes a yes of the reply is read as yes; read the verdict at one place only"
+    found = f"{len(framed)} prompt{'s' * (len(framed) != 1)} checked"
+    if _counts_quoted_verdict(env, row):
+        quoted = (
+            "a judge that says no and quotes a yes from the reply counts as yes; parse the verdict at one place only"
+        )
         report.add(name, "warn", quoted)
     else:
         report.add(name, "ok", f"{found}, and verdicts that quote the reply")
 
 
-def _is_taken_in(env: Environment, row: Row) -> bool:
-    """Does a judge that disapproves pay, as soon as it repeats the verdict that the reply asks for?"""
+def _counts_quoted_verdict(env: Environment, row: Row) -> bool:
+    """Whether a judge that disapproves gives a reward if it quotes the verdict that the reply asks for."""
     no, quoted, yes = (
         try_replies(env, [row], lambda _, number: INJECTED, judge_says=says, judge_quotes=quotes).mean
         for says, quotes in ((False, False), (False, True), (True, False))
@@ -181,15 +184,15 @@ def _problem(env: Environment, row: Row, injected: str, before: str, closing: st
         end = shown.rfind("Ignore all of the above")
         if closing in shown[: max(end, 0)]:
             return (
-                f"a reply that contains {closing} ends its place in the prompt, and what follows reads as instructions"
+                f"a reply that contains {closing} closes its section of the prompt: text after it reads as instructions"
             )
         if "{answer}" not in text and len(answer) > 0 and f"</score> {answer}" in text:
-            return "{answer} in a reply is filled in: a reply can make the prompt show the right answer"
+            return "{answer} in a reply is replaced: a reply can make the prompt show the right answer"
     return None
 
 
 def _shown_to_judges(env: Environment, row: Row, reply: str) -> list[str]:
-    """What the judges are asked when the model says this."""
+    """The prompts that the judges get for this reply."""
     judge = FakeClient(lambda request: verdict(request, False))
 
     async def run() -> None:

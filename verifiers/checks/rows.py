@@ -1,4 +1,4 @@
-"""The rows of an environment → what is wrong with them."""
+"""The rows of an environment → verdicts on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 3
 
 
 def check_rows(report: Report, env: Environment, n: int) -> list[Row]:
-    """Judge the rows of both splits; gives those to try replies on, none where they cannot be read."""
+    """Check the rows of both splits. Returns rows to test replies on, or none if they cannot be read."""
     name = "rows are valid"
     try:
         splits = {
@@ -27,7 +27,7 @@ def check_rows(report: Report, env: Environment, n: int) -> list[Row]:
         empty_splits = [split for split, size in sizes.items() if not size]
         problems = [problem for split, rows in splits.items() for problem in _problems(split, rows)]
         picked = list(env.get_eval_dataset(n))
-    except Exception as error:  # foreign code: rows are often made or fetched only now
+    except Exception as error:  # foreign code: rows are often created or downloaded only now
         report.add(name, "fail", f"they cannot be read: {type(error).__name__}: {error}")
         return []
     shown = ", ".join(f"{size:,} to {'evaluate' if split == 'eval' else 'train'} on" for split, size in sizes.items())
@@ -61,46 +61,46 @@ def _problem(row: Row) -> str | None:
         try:
             info = json.loads(info)
         except ValueError:
-            return "has an 'info' that is a text and no JSON"
+            return "has an 'info' that is a text but not JSON"
     if info is not None and not isinstance(info, dict):
-        return f"has an 'info' that is no object, but {type(info).__name__}"
+        return f"has an 'info' that is not an object but {type(info).__name__}"
     answer = row.get("answer")
     if isinstance(answer, float) and answer != answer:
-        return "has NaN for an answer"
+        return "has NaN as its answer"
     return None
 
 
 def text_in(prompt: Any) -> str:
-    """The text of a prompt without its system message: what is asked, not how to answer."""
+    """The text of a prompt without its system message."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(text_of(message) for message in prompt if message.get("role") != "system")
 
 
 def _check_overlap(report: Report, splits: dict[str, Rows]) -> None:
-    """Questions that are in both splits make an evaluation look better than it is."""
+    """Report questions that are in both splits, which make an evaluation look better than it is."""
     if len(splits) < 2:
         return
     train, evaluated = (_questions(splits[split]) for split in ("train", "eval"))
     shared = len(train & evaluated)
     share = shared / max(len(evaluated), 1)
-    found = f"{shared} of {len(evaluated)} questions to evaluate on are among those to train on"
+    found = f"{shared} of {len(evaluated)} evaluation questions are also training questions"
     texts = [{question[:2] for question in questions} for questions in (train, evaluated)]
     alike = len({question for question in evaluated if question[:2] in texts[0]}) - shared
     if alike:
-        found += f"; {alike} more have the text and the answer of one, and another info"
+        found += f"; {alike} more have the same text and answer as one, but another info"
     report.add("splits are apart", "warn" if share > 0.05 else "ok", found)
 
 
 def _questions(rows: Rows) -> set[tuple[str, str, str]]:
-    """With their answers and their info: a game asks the same of every row, and its board is there."""
+    """Questions with answers and info, because a game has the same prompt in every row and its board in the info."""
     step = max(1, len(rows) // MOST_ROWS)
     picked = (rows[number] for number in range(0, len(rows), step))
     return {(text_in(row["prompt"]), str(row.get("answer")), _info(row)) for row in picked}
 
 
 def _info(row: Row) -> str:
-    """The info in one form, whether it is an object or its JSON."""
+    """The info as canonical JSON, whether it is an object or JSON."""
     info: Any = row.get("info") or {}
     if isinstance(info, str):
         try:

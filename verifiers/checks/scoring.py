@@ -1,4 +1,4 @@
-"""An environment and some rows → do right answers pay, do wrong ones not, and does it say the same twice?"""
+"""An environment and some rows → whether right answers get rewards, wrong ones do not, and scores are reproducible."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from verifiers.messages import text_of
 from verifiers.reruns.judges import judges_of, members_of
 from verifiers.types import Row, State
 
-Solve = Callable[..., Any]  # solve(messages, row) of an environment's module: what a perfect model says next
-GOLD_SHARE, GOLD_LEAST = 0.8, 0.5  # of what can be had: enough, and the least
-WRONG_MOST, WRONG_SOME = 0.5, 0.25  # of what gold answers get: too much, and worth a look
+Solve = Callable[..., Any]  # solve(messages, row) of an environment's module: the next reply of a perfect model
+GOLD_SHARE, GOLD_LEAST = 0.8, 0.5  # shares of the largest reward: below the first it warns, below the second it fails
+WRONG_MOST, WRONG_SOME = 0.5, 0.25  # shares of the gold reward: above the first it fails, above the second it warns
 SLOW_S, TOO_SLOW_S = 1.0, 20.0
 TRIED_FIRST = 3
 
 
 @dataclass(kw_only=True)
 class Gold:
-    """How right answers are given here, and what they earn."""
+    """The form of right answers, and their mean reward."""
 
     reply_to: ReplyTo | None = None
     form: Form | None = None
@@ -31,7 +31,7 @@ class Gold:
 
 
 def check_scores(report: Report, env: Environment, rows: Sequence[Row], solve: Solve | None) -> Gold:
-    """Gold answers, then everything that must not pay, then whether scores are finite and quick."""
+    """Check gold answers, then replies that must not get a reward, then that scoring is finite and quick."""
     trials: list[Trial] = []
     gold = _check_gold(report, env, rows, solve, trials)
     best = Most(gold.mean, "gold answers") if gold.mean else Most(most_reward(env), "at most")
@@ -62,7 +62,7 @@ def _try(
 
 
 def most_reward(env: Environment) -> float:
-    """What can be had where every function gives at most 1: the sum of the weights."""
+    """The largest reward if every function returns at most 1: the sum of the positive weights."""
     weights = [weight for member in members_of(env)[:1] for weight in member.rubric._get_reward_weights()]
     return sum(weight for weight in weights if weight > 0) or 1.0
 
@@ -72,14 +72,14 @@ def _check_gold(
 ) -> Gold:
     name = "gold answers"
     if env.scores_nothing:
-        report.add(name, "fail", "nothing scores a rollout here: the rubric is empty")
+        report.add(name, "fail", "the rubric is empty, so nothing scores a rollout")
         return Gold()
     if solve is not None:
         found, how = Gold(reply_to=_solver(solve)), "solve()"
     else:
         answered = [row for row in rows if str(row.get("answer", "") or "")]
         if not answered:
-            report.add(name, "skip", "no row has an answer; solve(messages, row) in the module would show how to play")
+            report.add(name, "skip", "no row has an answer; define solve(messages, row) in the module to give replies")
             return Gold()
         how, found = _best_form(env, answered[:TRIED_FIRST])
     assert found.reply_to is not None
@@ -97,7 +97,7 @@ def _solver(solve: Solve) -> ReplyTo:
 
 
 def _best_form(env: Environment, rows: Sequence[Row]) -> tuple[str, Gold]:
-    """The form in which answers earn the most on a few rows."""
+    """The form of answers with the highest mean reward on a few rows."""
     best: tuple[float, str, Gold] | None = None
     for how, form in gold_forms(env, rows).items():
         reply_to = _answerer(form)
@@ -125,16 +125,16 @@ def _judge_gold(report: Report, name: str, env: Environment, trial: Trial, how: 
     if mean >= GOLD_SHARE * most:
         report.add(name, "ok", found)
         return
-    hint = "" if has_solve else "; solve(messages, row) in the module would show the form that is wanted"
+    hint = "" if has_solve else "; define solve(messages, row) in the module if answers need another form"
     status: Status = "warn" if mean >= GOLD_LEAST * most else "fail"
-    report.add(name, status, f"{found}, where {most:g} can be had{hint}")
+    report.add(name, status, f"{found}, but {most:g} is possible{hint}")
 
 
-# --- wrong ones ---------------------------------------------------------------------------------------------------
+# --- wrong answers ------------------------------------------------------------------------------------------------
 
 
 class Most(NamedTuple):
-    """What wrong replies are compared with: what gold answers earn, or what can be had where none are known."""
+    """The reward that wrong replies are compared with: that of gold answers, or the largest one if none are known."""
 
     reward: float
     named: str
@@ -152,7 +152,7 @@ def _judge_attack(report: Report, name: str, trial: Trial, best: Most) -> None:
 
 
 def _check_quick(report: Report, trials: Sequence[Trial]) -> None:
-    """Rewards that are no numbers fail the rollout, so what is left to see here is the time."""
+    """Check scoring times, and whether rollouts failed because a reward was not finite."""
     name = "rewards are finite and quick"
     not_finite = [trial for trial in trials for state in trial.failed if "finite" in str(state["error"])]
     if not_finite:
@@ -169,14 +169,14 @@ def _check_quick(report: Report, trials: Sequence[Trial]) -> None:
 
 
 def _slow_ones(trials: Sequence[Trial]) -> str:
-    """Which function took how long over which reply; the slowest reply of each function that is slow."""
+    """For each slow function, its slowest reply and how long it took."""
     slowest: dict[str, tuple[FunctionTime, str]] = {}
     for trial in trials:
         for one in trial.times:
             if one.seconds > SLOW_S and (one.function not in slowest or one.seconds > slowest[one.function][0].seconds):
                 slowest[one.function] = one, trial.name
     return "; ".join(
-        f"{function} took {one.seconds:.1f} s over {_reply_in_words(one.state)} ({name}, example "
+        f"{function} took {one.seconds:.1f} s for {_reply_in_words(one.state)} ({name}, example "
         f"{one.state.get('example_id')})"
         for function, (one, name) in sorted(slowest.items(), key=lambda item: -item[1][0].seconds)[:3]
     )
@@ -188,11 +188,11 @@ def _reply_in_words(state: State) -> str:
     return f"the reply {' '.join(text.split())[:40]!r} of {len(text):,} characters"
 
 
-# --- the same twice -----------------------------------------------------------------------------------------------
+# --- reproducibility ----------------------------------------------------------------------------------------------
 
 
 def check_repeats(report: Report, env: Environment, again: Environment | None, rows: Sequence[Row], gold: Gold) -> None:
-    """Loaded a second time, the environment must ask the same and score the same."""
+    """Check that the environment, loaded a second time, has the same rows and gives the same scores."""
     name = "the same seed, the same scores"
     if again is not None:
         others = list(again.get_eval_dataset(len(rows)))

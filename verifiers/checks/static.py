@@ -1,4 +1,4 @@
-"""The source of an environment → findings that need no run: bare ``except``, ``eval``, randomness without a seed."""
+"""The source of an environment → static findings: bare ``except``, ``eval``, randomness without a seed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-ALLOWED = "vf: ok"  # a comment with these words on the line: someone has looked at it
+ALLOWED = "vf: ok"  # a comment on the line that suppresses its findings
 NOT_DRAWING = ("getstate", "seed", "setstate")
 NUMPY_MAKERS = frozenset(("Generator", "PCG64", "Philox", "SeedSequence", "seed"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Something in the source that goes wrong sooner or later."""
+    """A likely fault in the source."""
 
     kind: Literal["bare except", "eval", "randomness", "swallowed error"]
     file: str
@@ -51,7 +51,7 @@ def find(text: str, file: str = "<text>") -> list[Finding]:
 
 
 class _Names:
-    """What the modules that matter are called in this file."""
+    """The names under which a file imports modules and functions."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.modules: dict[str, str] = {}
@@ -65,7 +65,7 @@ class _Names:
                     self.functions[name.asname or name.name] = f"{node.module}.{name.name}"
 
     def full(self, node: ast.expr) -> str:
-        """``np.random.choice`` → ``numpy.random.choice``; "" for what is no plain name."""
+        """``np.random.choice`` → ``numpy.random.choice``; "" for anything but a dotted name."""
         if isinstance(node, ast.Name):
             return self.functions.get(node.id) or self.modules.get(node.id) or node.id
         if isinstance(node, ast.Attribute):
@@ -83,7 +83,11 @@ def _look(tree: ast.Module, names: _Names) -> Iterator[Seen]:
             if node.type is None:
                 yield node, "bare except", "a bare 'except' also catches Ctrl-C and typing errors"
             elif names.full(node.type) in ("Exception", "BaseException") and _gives_a_number(node):
-                yield node, "swallowed error", "any error becomes a score here; let it be raised: a failure is no zero"
+                yield (
+                    node,
+                    "swallowed error",
+                    "any error becomes a score here; let it raise: a failure is not a reward of 0",
+                )
         elif isinstance(node, ast.Call):
             name = names.full(node.func)
             if name in ("eval", "exec", "builtins.eval", "builtins.exec") and not _is_constant(node):
@@ -109,9 +113,9 @@ def _unseeded(name: str, call: ast.Call) -> str | None:
     if module == "random" and function.islower() and function not in NOT_DRAWING:
         return f"random.{function}() has no seed of its own; draw from random.Random(seed)"
     if name in ("random.Random", "numpy.random.default_rng", "numpy.random.RandomState"):
-        return None if has_seed else f"{name}() without a seed gives other numbers each time"
+        return None if has_seed else f"{name}() without a seed gives different numbers each time"
     if module == "numpy.random" and function not in NUMPY_MAKERS:
         return f"numpy.random.{function}() has no seed of its own; draw from numpy.random.default_rng(seed)"
     if module == "secrets" or name in ("random.SystemRandom", "os.urandom"):
-        return f"{name}() can never be repeated"
+        return f"{name}() is never reproducible"
     return None

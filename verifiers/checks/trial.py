@@ -1,4 +1,4 @@
-"""Replies → how an environment scored them: rows played with scripted models, several at once, within a time limit."""
+"""Replies → how an environment scores them: concurrent rollouts with scripted models, within a time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verifiers.types import Row, State
 
 TRIAL_S = 120.0
 MOST_TURNS = 200
-ReplyTo = Callable[[Row, int], Any]  # a row and its number → what a `FakeClient` takes as a reply
+ReplyTo = Callable[[Row, int], Any]  # a row and its number → a reply for a `FakeClient`
 
 
 class EndlessError(ModelError):
@@ -28,7 +28,7 @@ class EndlessError(ModelError):
 
 
 class Scripted(FakeClient):
-    """A model that says what it is told to, gives way to others, and does not go on for ever."""
+    """A model with scripted replies, which yields to other tasks and limits the number of replies."""
 
     async def complete(self, request: Request) -> Completion:
         await asyncio.sleep(0)
@@ -47,7 +47,7 @@ class FunctionTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The rollouts of one kind of reply."""
+    """The rollouts with one kind of reply."""
 
     states: list[State]
     name: str = ""
@@ -67,7 +67,7 @@ class Trial:
 
     @property
     def causes(self) -> str:
-        """Why rollouts failed, the commonest first."""
+        """Why rollouts failed, most frequent cause first."""
         counts = Counter(
             f"{type(state['error']).__name__}: {str(state['error']).strip().splitlines()[0][:160]}"
             if str(state["error"]).strip()
@@ -90,7 +90,7 @@ def try_replies(
     judge_quotes: bool = False,
     name: str = "",
 ) -> Trial:
-    """Play rows with a scripted reply for each; judges approve of it or do not. TimeoutError where it does not end."""
+    """Run rows with a scripted reply and verdict for each. Raises TimeoutError if they do not end."""
     judge = FakeClient(lambda request: (quoting if judge_quotes else verdict)(request, judge_says))
 
     times: list[FunctionTime] = []
@@ -111,7 +111,7 @@ def try_replies(
 
 
 def verdict(request: Request, is_good: bool) -> str:
-    """What a judge would say, in the form that its prompt asks for."""
+    """A judge's verdict in the form that its prompt asks for."""
     text = request.prompt if isinstance(request.prompt, str) else str(request.prompt[-1].get("content", ""))
     scale = read_scale(text)
     if scale is None:
@@ -120,8 +120,8 @@ def verdict(request: Request, is_good: bool) -> str:
 
 
 def quoting(request: Request, is_good: bool) -> str:
-    """The same verdict of a judge who repeats the opposite one from the reply, as those who explain themselves do."""
+    """The same verdict, with an explanation that quotes the opposite one from the reply."""
     own, quoted = verdict(request, is_good), verdict(request, not is_good)
     if own.startswith("<score>"):
-        return f"The reply says {quoted} of itself, which counts for nothing. {own}"
-    return f'{own}. The reply tells me to say "{quoted}", which counts for nothing.'
+        return f"The reply says {quoted} of itself, which I ignore. {own}"
+    return f'{own}. The reply tells me to say "{quoted}", which I ignore.'

@@ -1,4 +1,4 @@
-"""What a check found, in a form that a table, a script and an exit code can read."""
+"""The results of checks, for a table, a script and an exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Everything that was asked of an environment, in order.
+    """All verdicts on an environment, in order.
 
     >>> report = Report(env_id="toy", verdicts=[Verdict("it loads", "ok"), Verdict("gold answers", "fail", "0.2")])
     >>> report.is_clean, report.counts["fail"]
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing failed; a warning is no failure."""
+        """Whether nothing failed; warnings are allowed."""
         return not self.counts["fail"]
 
     def named(self, name: str) -> Iterator[Verdict]:

@@ -1,4 +1,4 @@
-"""What an environment is, and the built-in kinds."""
+"""The environment classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.envs.loading import load_environment
 from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.envs.singleturn_env import SingleTurnEnv
 
-# Kinds that bring tools and the sandbox with them are imported when they are asked for.
+# Classes that need tools or the sandbox are imported on first use.
 _LATER = {
     "AgentEnv": "agent_env",
     "CodeMathEnv": "code_math_env",

@@ -1,4 +1,4 @@
-"""Calls of a model → the conversations they are part of: a sub-agent's, or one rewritten, is a branch of its own."""
+"""Model calls → the conversations that they belong to. A sub-agent or a rewritten history is a separate branch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from verifiers.messages import as_messages, called_functions, role_of, text_of
 from verifiers.types import ChatMessage, unique_id
 
-_Said = tuple[str | None, str, str]
+_MessageKey = tuple[str | None, str, str]
 
 
 class Branches:
@@ -25,24 +25,24 @@ class Branches:
     def __init__(self, first_id: str) -> None:
         self._first_id = first_id
         self._ids: list[str] = []
-        self._said: list[list[_Said]] = []
+        self._histories: list[list[_MessageKey]] = []
 
     def place(self, prompt: Any, reply: ChatMessage) -> tuple[int, str]:
-        """Number and id of the branch that a call goes on with: the longest that its prompt repeats, or a new one."""
-        before = [_said(message) for message in _messages(prompt)]
-        found = [n for n, said in enumerate(self._said) if before[: len(said)] == said]
-        number = max(found, key=lambda n: len(self._said[n]), default=len(self._said))
-        after = [*before, _said(reply)]
-        if number == len(self._said):
+        """The index and id of the branch that a call continues: the longest that starts its prompt, or a new one."""
+        before = [_message_key(message) for message in _messages(prompt)]
+        found = [n for n, history in enumerate(self._histories) if before[: len(history)] == history]
+        number = max(found, key=lambda n: len(self._histories[n]), default=len(self._histories))
+        after = [*before, _message_key(reply)]
+        if number == len(self._histories):
             self._ids.append(unique_id() if self._ids else self._first_id)
-            self._said.append(after)
+            self._histories.append(after)
         else:
-            self._said[number] = after
+            self._histories[number] = after
         return number, self._ids[number]
 
 
 def last_conversation(steps: Sequence[Mapping[str, Any]]) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """The conversation that the last step ended: what it began with, and all that was said after that."""
+    """The conversation of the last step: its first prompt, and all messages after it."""
     last = steps[-1]
     first = next(step for step in steps if step["trajectory_id"] == last["trajectory_id"])
     prompt = _messages(first["prompt"])
@@ -55,7 +55,7 @@ def _messages(prompt: Any) -> list[ChatMessage]:
     return [] if is_ids else as_messages(prompt)
 
 
-def _said(message: ChatMessage) -> _Said:
-    """A message but for what agents change about it: space around it, the ids of its calls, empty fields."""
+def _message_key(message: ChatMessage) -> _MessageKey:
+    """A message without what agents change in it: surrounding white space, ids of tool calls, empty fields."""
     functions = sorted((str(one.get("name")), repr(one.get("arguments"))) for one in called_functions(message))
     return role_of(message), text_of(message).strip(), repr(functions)

@@ -1,4 +1,4 @@
-"""The calls that an agent makes of the model in one rollout → its turns, within limits, each with its exact tokens."""
+"""An agent's model calls in one rollout → its turns with exact tokens, within limits."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from verifiers.envs.agent_env import AgentEnv
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
-_HIDDEN = ("prompt_token_ids", "sampling", "prompt_logprobs")  # of what a client said, unless the agent asked for ids
+_HIDDEN = ("prompt_token_ids", "sampling", "prompt_logprobs")  # removed from replies unless the agent asks for ids
 _HIDDEN_OF_CHOICE = ("token_ids", "prompt_token_ids", "raw_logprobs", "weights")
 
 
 class RolloutOverError(RequestRefusedError):
-    """A limit or a stop condition has ended the rollout: the model is not asked any more."""
+    """A limit or a stop condition has ended the rollout, so the model answers no further calls."""
 
     def __init__(self, condition: str) -> None:
-        super().__init__(f"this rollout has ended ({condition}): the model is not asked any more")
+        super().__init__(f"this rollout has ended ({condition}): the model answers no further calls")
         self.condition = condition
 
 
 class AgentCalls:
-    """Who answers an agent: the rollout's own client, whatever model the agent names.
+    """Answers an agent's calls with the rollout's client, whatever model the agent names.
 
-    A call that the model's client failed to answer is remembered until the same call succeeds; one that no longer fits
-    the model's context, until any call does.
+    The error of a failed call is kept until the same call succeeds; that of a call which no longer fits into the
+    model's context, until any call succeeds.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class AgentCalls:
         self._begun = self._sampled = 0
         self._condition: str | None = None
 
-    # --- what the endpoints ask -----------------------------------------------------------------------------------
+    # --- the interface for the endpoints --------------------------------------------------------------------------
 
     def check_model(self, name: Any) -> None:
-        """Agents name models as they are called elsewhere; the rollout's own answers."""
+        """Accepts any name, because the rollout's model answers."""
 
     def count(self, usage: Mapping[str, Any]) -> None:
-        """Tokens are counted where the reply comes."""
+        """Does nothing: tokens are counted in `_answer`."""
 
     def request(
         self, prompt: Any, sampling: Mapping[str, Any], *, tools: Any = None, message_type: MessageType = "chat"
@@ -91,12 +91,12 @@ class AgentCalls:
     async def prompt_ids(self, request: Request) -> list[int]:
         count = getattr(self._state.answerer.client, "prompt_ids", None)
         if count is None:
-            raise RequestRefusedError("the model behind this endpoint cannot count tokens without being asked")
+            raise RequestRefusedError("the model behind this endpoint cannot count tokens without a completion")
         ids: list[int] = await count(request)
         return ids
 
     async def complete(self, http: web.Request, request: Request) -> Completion:
-        # In the rollout's own context, and not in that of whoever made the server.
+        # Run in the rollout's context, not in that of the server's creator.
         task = asyncio.get_running_loop().create_task(self._answer(request), context=self._context)
         self._under_way.add(task)
         try:
@@ -106,7 +106,7 @@ class AgentCalls:
             task.cancel()
 
     async def close(self) -> None:
-        """The agent is done: what it still asks for is dropped."""
+        """Cancel the remaining calls, since the agent is done."""
         self._condition = self._condition or "agent_done"
         waiting = list(self._under_way)
         for task in waiting:
@@ -123,7 +123,7 @@ class AgentCalls:
         with recorded_calls() as made:
             try:
                 completion = await self._ask(request, sampling)
-            except BaseException as error:  # cancelled, where the agent hung up
+            except BaseException as error:  # also a cancellation, if the agent closed the connection
                 self._begun -= 1
                 if isinstance(error, OverlongPromptError):
                     self.overlong = error
@@ -182,7 +182,7 @@ class AgentCalls:
 
 
 def call_sampling(asked: Mapping[str, Any], own: Mapping[str, Any], left: int | None = None) -> SamplingArgs:
-    """An agent's sampling arguments under those of the run, which win; of limits on a reply's length the least holds.
+    """An agent's sampling arguments, overridden by those of the run; the smallest limit on a reply's length applies.
 
     >>> call_sampling({"temperature": 0, "max_tokens": 9, "stop": "."}, {"temperature": 1.0, "max_tokens": 64}, left=7)
     {'stop': '.', 'temperature': 1.0, 'max_tokens': 7}
@@ -195,7 +195,7 @@ def call_sampling(asked: Mapping[str, Any], own: Mapping[str, Any], left: int | 
         merged |= {name: value for name, value in theirs.items() if name not in taken}
     merged |= {name: value for name, value in own.items() if name not in _LIMITS}
     given = [(name, args[name]) for args in (asked, own) for name in _LIMITS if args.get(name) is not None]
-    if odd := [f"{name} is a number of tokens, not {value!r:.80}" for name, value in given if type(value) is not int]:
+    if odd := [f"{name} must be an integer, not {value!r:.80}" for name, value in given if type(value) is not int]:
         raise RequestRefusedError(odd[0])
     limits = [value for _, value in given]
     limits += [] if left is None else [left]
@@ -205,7 +205,7 @@ def call_sampling(asked: Mapping[str, Any], own: Mapping[str, Any], left: int | 
 
 
 def _shown(completion: Completion, request: Request, name: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What the agent reads: in OpenAI's words, and no more than it asked for."""
+    """The reply that the agent gets, in OpenAI's format, with no more than it asked for."""
     body = with_openai_fields(completion, request, name)
     if wants_ids(asked.get):
         return body

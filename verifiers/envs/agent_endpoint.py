@@ -1,4 +1,4 @@
-"""Agents on this machine → the rollouts that they play: a local endpoint with a URL and a key for each rollout."""
+"""A local endpoint for agents on this machine, with a separate URL and key for each rollout."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger("verifiers.envs")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HOST = "127.0.0.1"
-MOST_BYTES = 64 << 20  # of a request: whole histories, pictures in them
+MOST_BYTES = 64 << 20  # of a request, which may contain a whole history with images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where one rollout's model is asked, and with what key. The key is not shown."""
+    """The URLs of one rollout's model, and its key. The key is not shown in the repr."""
 
     base_url: str
     anthropic_base_url: str
@@ -38,7 +38,7 @@ class Address:
 
 
 class AgentEndpoint:
-    """One server on a loop, for all rollouts that are played there; it starts with the first of them."""
+    """One server per event loop, for all rollouts on it. It starts with the first of them."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[str, AgentCalls]] = {}
@@ -48,7 +48,7 @@ class AgentEndpoint:
 
     @asynccontextmanager
     async def opened(self, answering: AgentCalls) -> AsyncIterator[Address]:
-        """While this lasts, a rollout's calls are answered at its own address; afterwards they are refused."""
+        """Within the block, a rollout's calls are answered at its own address; afterwards they are refused."""
         await self._start()
         name, key = unique_id(), f"vf-{secrets.token_urlsafe(24)}"
         self._open[name] = key, answering
@@ -62,7 +62,7 @@ class AgentEndpoint:
     async def _start(self) -> None:
         async with self._starting:
             if self._runner is None:
-                # What handles requests must not inherit what was set for the first rollout alone.
+                # The handlers must not inherit context variables that were set for the first rollout.
                 listen = asyncio.get_running_loop().create_task(self._listen(), context=contextvars.Context())
                 self._runner = await listen
 
@@ -78,7 +78,7 @@ class AgentEndpoint:
                 web.post("/{rollout}/v1/messages/count_tokens", self._route(lambda calls: calls.messages.count_tokens)),
             ]
         )
-        # An agent that hangs up wants no reply any more.
+        # Cancel the handler if the agent closes the connection.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, HOST, 0, backlog=4096).start()
@@ -94,13 +94,13 @@ class AgentEndpoint:
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         if not self._has_key(request):
-            said = "the key is of no rollout that is being played: each has a URL and a key of its own while it lasts"
-            return _final(error_reply(request, 401, "invalid_request_error", "invalid_api_key", said))
+            message = "the URL and the key do not belong to a running rollout: each rollout has its own"
+            return _final(error_reply(request, 401, "invalid_request_error", "invalid_api_key", message))
         try:
             return await handler(request)
         except web.HTTPException as error:
-            code, said = "not_found" if error.status == 404 else "invalid_request", f"{request.path}: {error.reason}"
-            return _final(error_reply(request, error.status, "invalid_request_error", code, said))
+            code, message = "not_found" if error.status == 404 else "invalid_request", f"{request.path}: {error.reason}"
+            return _final(error_reply(request, error.status, "invalid_request_error", code, message))
         except RolloutOverError as error:
             return _final(error_reply(request, 400, "invalid_request_error", error.condition, str(error)))
         except errors.Error as error:
@@ -114,7 +114,7 @@ class AgentEndpoint:
             )
 
     def _has_key(self, http: web.Request) -> bool:
-        found = self._open.get(http.path.split("/")[1])  # not of the route: a path that is none has no rollout there
+        found = self._open.get(http.path.split("/")[1])  # not from match_info, which an unknown path does not have
         if found is None or not is_own_host(http.headers.get("Host", HOST), HOST):
             return False
         return hmac.compare_digest((key_of(http) or "").encode(errors="surrogateescape"), found[0].encode())
@@ -132,6 +132,6 @@ class AgentEndpoint:
 
 
 def _final(response: web.Response) -> web.Response:
-    """SDKs try again by themselves; whoever answers here has done that already."""
+    """Tell SDKs not to retry, because the rollout's client has done so already."""
     response.headers["x-should-retry"] = "false"
     return response

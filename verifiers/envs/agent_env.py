@@ -1,4 +1,4 @@
-"""An agent that somebody wrote against a ``base_url`` → rollouts of it: each of its calls of the model is a turn."""
+"""An agent that uses a ``base_url`` → rollouts: each of its model calls is a turn."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FIELDS = (
 
 
 class AgentEnv(MultiTurnEnv):
-    """Runs an agent of anyone's for each row, and records every call of the model that it makes.
+    """Runs any agent on each row, and records all its model calls.
 
-    ``run`` is a function, sync or async, that gets what it names of ``base_url, anthropic_base_url, api_key, model,
-    prompt, answer, info, task, example_id, row, state``; or a command line, whose words may hold these as
-    ``{placeholders}``. What it returns (a text, messages) or prints is the completion; where that is nothing, it is the
-    conversation that its last call ended.
+    ``run`` is a function, sync or async, with any of the arguments ``base_url, anthropic_base_url, api_key, model,
+    prompt, answer, info, task, example_id, row, state``; or a command line, whose words may contain these (except
+    ``state``) as ``{placeholders}``. What it returns (a text, messages) or prints is the completion. If that is empty,
+    the completion is the conversation of its last call.
 
     >>> def run(base_url, api_key, prompt):
     ...     return "4"  # OpenAI(base_url=base_url, api_key=api_key)…
@@ -68,7 +68,7 @@ class AgentEnv(MultiTurnEnv):
         self._program: Program | None = None
         if callable(run):
             if cwd is not None or environment is not None:
-                raise TypeError("cwd and environment are those of a command line; a function runs in this process")
+                raise TypeError("cwd and environment are for a command line; a function runs in this process")
             self._wanted = _wanted_by(run)
         else:
             self._program = Program(run, names=FIELDS, cwd=cwd, environment=environment)
@@ -92,7 +92,7 @@ class AgentEnv(MultiTurnEnv):
                 returned = await self._call(state, address)
             except BaseException as error:  # foreign code
                 failure = calls.contained(error)
-        if answering.failures:  # no answer of the agent's makes up for one that it did not get from the model
+        if answering.failures:  # the agent's result does not count if a model call failed
             raise next(iter(answering.failures.values()))
         if failure is None:
             self._take(state, returned)
@@ -127,22 +127,22 @@ class AgentEnv(MultiTurnEnv):
         return await self._program.run(values, stdin=values["prompt"], environment=_environment(fields))
 
     def _take(self, state: State, returned: Any) -> None:
-        """What the agent gave back: a completion, what is to be merged into the state, or both."""
+        """Store what the agent returned: a completion, an update of the state, or both."""
         if isinstance(returned, Mapping) and "role" not in returned:
             merge_state(state, returned)
             returned = returned.get("completion")
-        said, update = split_response(returned)
+        completion, update = split_response(returned)
         merge_state(state, update)
-        if said is not None:
-            state["agent_completion"] = _as_completion(said)
+        if completion is not None:
+            state["agent_completion"] = _as_completion(completion)
 
     # --- the hooks of turns ---------------------------------------------------------------------------------------
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        raise NotImplementedError("in an AgentEnv the agent itself says what the model reads next")
+        raise NotImplementedError("an AgentEnv has no env_response: the agent decides what the model gets next")
 
     async def _render_completion(self, state: State) -> None:
-        """What the agent returned; else what was said after the first prompt of the conversation that it ended with."""
+        """What the agent returned, or else all messages after the first prompt of its last conversation."""
         completion = state.pop("agent_completion", None)
         steps = state["trajectory"]
         if completion is None:
@@ -166,7 +166,7 @@ class AgentEnv(MultiTurnEnv):
 
 
 def _wanted_by(run: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments that an agent's function gets, by its own names for them."""
+    """The names of the arguments that an agent's function takes."""
     known = (*FIELDS, "state")
     parameters = inspect.signature(run).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -176,15 +176,16 @@ def _wanted_by(run: Callable[..., Any]) -> tuple[str, ...]:
     unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if unknown:
         raise TypeError(
-            f"run asks for {sorted(set(unknown))}; it can have {', '.join(known)} (other columns are in row)"
+            f"run has unknown arguments {sorted(set(unknown))}; it may have {', '.join(known)} "
+            f"(other columns are in row)"
         )
     return tuple(p.name for p in parameters if p.name in known)
 
 
-def _as_completion(said: Any) -> list[Any]:
-    messages = as_messages(said, role="assistant") if isinstance(said, (str, Mapping, list, tuple)) else None
+def _as_completion(returned: Any) -> list[Any]:
+    messages = as_messages(returned, role="assistant") if isinstance(returned, (str, Mapping, list, tuple)) else None
     if messages is None or any(role_of(message) is None for message in messages):
-        raise TypeError(f"the agent returned {said!r:.200}; a text, a message, messages or None is a completion")
+        raise TypeError(f"the agent returned {returned!r:.200}; it must return a text, a message, messages or None")
     return messages
 
 
@@ -200,14 +201,14 @@ def _as_text(name: str, value: Any) -> str:
 
 
 def _prompt_text(prompt: Any) -> str:
-    """What a person would type: the user's messages of a prompt, with what the system says before them."""
+    """The text of all messages of a prompt, including the system message."""
     return (
         prompt if isinstance(prompt, str) else "\n\n".join(text for text in map(text_of, as_messages(prompt)) if text)
     )
 
 
 def _environment(fields: Mapping[str, Any]) -> dict[str, str]:
-    """What SDKs and programs look for; a proxy must not come between them and this machine."""
+    """The variables that SDKs and programs read. Requests to this machine must not use a proxy."""
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
     return {
         "OPENAI_BASE_URL": fields["base_url"],

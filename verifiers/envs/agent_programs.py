@@ -1,4 +1,4 @@
-"""A command line and what a rollout has to say → a program that was run, and what it printed; nothing is left of it."""
+"""A command line and the fields of a rollout → the output of the program. All its processes are ended."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import IO
 from verifiers.errors import HookError
 from verifiers.types import unique_id
 
-MOST_OUTPUT = 16 << 20  # bytes of what it prints that are read
+MOST_OUTPUT = 16 << 20  # bytes of output that are read
 SHOWN_CHARS = 2000
-MARK = "VERIFIERS_AGENT"  # in the environment of everything that a program starts
+MARK = "VERIFIERS_AGENT"  # a variable in the environment of a program and all processes that it starts
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\{?)([A-Za-z_]\w*)\}(\}?)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """What a program printed, and how it ended."""
+    """The output of a program, and its exit code."""
 
     stdout: str
     stderr: str
@@ -33,7 +33,7 @@ class Output:
 
 
 class Program:
-    """A command line, with placeholders such as ``{prompt}`` in its words; no shell reads what is put there.
+    """A command line with placeholders such as ``{prompt}`` in its words. It does not go through a shell.
 
     >>> Program("python agent.py --task {prompt} --note {{prompt}}", names=("prompt",)).words({"prompt": "it's $HOME"})
     ['python', 'agent.py', '--task', "it's $HOME", '--note', '{prompt}']
@@ -53,8 +53,8 @@ class Program:
         asked = {match[2] for word in self._words for match in _PLACEHOLDER.finditer(word) if not match[1]}
         if unknown := sorted(asked - set(names)):
             raise ValueError(
-                f"the command line has the placeholder {{{unknown[0]}}}; it can have {', '.join(names)} "
-                f"(write {{{{{unknown[0]}}}}} for the text itself)"
+                f"the command line has the unknown placeholder {{{unknown[0]}}}; it may have {', '.join(names)} "
+                f"(write {{{{{unknown[0]}}}}} for the literal text)"
             )
         self._cwd = cwd
         self._environment = dict(environment or {})
@@ -66,7 +66,7 @@ class Program:
         return [_PLACEHOLDER.sub(put, word) for word in self._words]
 
     async def run(self, values: Mapping[str, str], *, stdin: str, environment: Mapping[str, str]) -> Output:
-        """Run it to its end. Whatever it started ends with it, also where this is cancelled."""
+        """Run it to its end. All processes that it started end with it, also if this is cancelled."""
         mark = unique_id()
         inherited = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"}
         everything = {**inherited, **self._environment, **environment, MARK: mark}
@@ -94,28 +94,28 @@ class Program:
 
 
 def check_ended(output: Output) -> None:
-    """A program that says by its exit code that it failed is no answer."""
+    """Raise if the program failed according to its exit code."""
     if output.exit_code:
         how = f"exit code {output.exit_code}" if output.exit_code > 0 else signal.Signals(-output.exit_code).name
-        said = (output.stderr.strip() or output.stdout.strip())[-SHOWN_CHARS:]
-        raise HookError(f"the agent's command ended with {how}: {said or 'it printed nothing'}")
+        printed = (output.stderr.strip() or output.stdout.strip())[-SHOWN_CHARS:]
+        raise HookError(f"the agent's command ended with {how}: {printed or 'it printed nothing'}")
 
 
 def _end_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # all of it has ended
+    except (ProcessLookupError, PermissionError):  # all its processes have ended
         pass
 
 
 def end_marked(mark: str) -> None:
-    """Kill what left the process group: on Linux, by the mark in its environment."""
+    """Kill processes that left the process group (Linux only), found by the mark in their environment."""
     wanted = f"{MARK}={mark}".encode()
     for place in Path("/proc").glob("[0-9]*/environ"):
         try:
             if wanted in place.read_bytes().split(b"\0"):
                 os.kill(int(place.parent.name), signal.SIGKILL)
-        except OSError:  # gone, or somebody else's
+        except OSError:  # it has ended, or is another user's
             continue
 
 

@@ -1,4 +1,4 @@
-"""What an environment is made with → mistakes that would only end in wrong scores."""
+"""The arguments of an environment → errors for mistakes that would otherwise only show as wrong scores."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 from verifiers.rubrics import Rubric
 
-ALIKE = 0.8  # of the letters of two words, above which one is taken for a slip of the other
+ALIKE = 0.8  # similarity (difflib) above which one word counts as a misspelling of the other
 
 
 def check_scorers(parser: Any, rubric: Any) -> None:
-    """Refuse a function in the place of a rubric, and a class in the place of what it makes."""
+    """Refuse a function instead of a rubric, and a class instead of an instance."""
     if isinstance(parser, type):
-        raise TypeError(f"parser={parser.__name__} is a class; pass what it makes: {parser.__name__}(…)")
+        raise TypeError(f"parser={parser.__name__} is a class; pass an instance: {parser.__name__}(…)")
     if rubric is None or isinstance(rubric, Rubric):
         for one in (rubric, *getattr(rubric, "rubrics", ())):
-            _check_is_asked(one)
+            _warn_if_unused(one)
         return
     if isinstance(rubric, type) or not hasattr(rubric, "score_rollout"):
-        raise TypeError(f"rubric={rubric!r:.100} is no rubric; vf.Rubric(funcs=[…]) makes one of functions")
+        raise TypeError(f"rubric={rubric!r:.100} is not a rubric; vf.Rubric(funcs=[…]) creates one from functions")
 
 
-def _check_is_asked(rubric: Rubric | None) -> None:
-    """Warn of a ``score_rollouts`` of one's own, by which environments of 0.1.5 scored, and these do not."""
+def _warn_if_unused(rubric: Rubric | None) -> None:
+    """Warn of an overridden ``score_rollouts``, which environments of 0.1.5 called, and these do not."""
     is_own = getattr(type(rubric), "score_rollouts", Rubric.score_rollouts) is not Rubric.score_rollouts
     if rubric is not None and is_own and not rubric.scores_its_own_way:
         name = f"{type(rubric).__name__}.score_rollouts"
-        warnings.warn(f"{name} scores no rollout of an environment: define score_rollout or score_group", stacklevel=5)
+        warnings.warn(f"environments do not call {name}: define score_rollout or score_group", stacklevel=5)
 
 
-def slips(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
-    """Keywords that become attributes, being no parameter, and are nearly one: with what was meant."""
+def misspelled(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
+    """Extra keywords that are similar to a parameter, each with the name of that parameter."""
     known = {name for base in cls.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
     found = {}
     for name in extra.keys() - known:

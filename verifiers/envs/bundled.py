@@ -1,4 +1,4 @@
-"""Where the environments that come with this library are: inside its wheel, or beside it in its repository."""
+"""Finds the environments that come with this library: inside its wheel, or beside it in its repository."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ IN_THE_REPOSITORY = PACKAGE.parent / "environments"
 
 
 def bundled_folder() -> Path | None:
-    """The folder of the bundled environments, each in a folder of its module's name; None where there is none.
+    """The folder of the bundled environments, each in a folder with its module's name, or None.
 
-    ``environments/`` beside the package counts only in this library's own repository: beside an installed package
-    anyone may have put a folder of that name.
+    ``environments/`` beside the package counts only in this library's repository, because beside an installed package
+    it may be somebody else's folder.
     """
     if IN_THE_WHEEL.is_dir():
         return IN_THE_WHEEL
@@ -33,7 +33,7 @@ def bundled_names() -> list[str]:
 
 
 def bundled_module(name: str) -> str | None:
-    """The module of a bundled environment that goes by this name (``reverse-text``, ``reasoning-gym``), or None.
+    """The module of the bundled environment with this name (``reverse-text``, ``reasoning-gym``), or None.
 
     >>> bundled_module("reverse-text"), bundled_module("nothing")
     ('reverse_text', None)

@@ -1,4 +1,4 @@
-"""The two forms of ``rollout``, the sampling arguments, and who answers: read from what a caller passed."""
+"""A caller's arguments → the call of ``rollout`` in one of its two forms, the sampling arguments, and the client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SAMPLING_KEYS = frozenset(
 
 
 def sampling_from(kwargs: Mapping[str, Any], *, known: tuple[str, ...] = (), where: str) -> SamplingArgs:
-    """Loose keywords such as ``temperature=0.7`` as sampling arguments; any other keyword is an error.
+    """Keywords such as ``temperature=0.7`` as sampling arguments; any other keyword is an error.
 
     >>> sampling_from({"temprature": 1.0}, where="generate")
     Traceback (most recent call last):
@@ -69,7 +69,7 @@ def sampling_from(kwargs: Mapping[str, Any], *, known: tuple[str, ...] = (), whe
 
 
 def merge_sampling(*given: Mapping[str, Any] | None) -> SamplingArgs:
-    """Later arguments over earlier ones; ``extra_body`` is merged; nothing that was passed in is changed.
+    """Merge sampling arguments: later ones override earlier ones, ``extra_body`` is merged, and inputs are not changed.
 
     >>> merge_sampling({"n": 1, "extra_body": {"top_k": 5}}, {"extra_body": {"min_p": 0.1}})
     {'n': 1, 'extra_body': {'top_k': 5, 'min_p': 0.1}}
@@ -85,7 +85,7 @@ def merge_sampling(*given: Mapping[str, Any] | None) -> SamplingArgs:
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Who answers: the client as it was given (hooks see that one), as our protocol, and the model's name."""
+    """The client as it was passed (which hooks get), the same as our protocol, and the model's name."""
 
     given: Any
     client: Client
@@ -93,12 +93,12 @@ class Answerer:
 
 
 def find_answerer(client: Any, model: Any) -> Answerer:
-    """From whatever was passed as client and model; a model in this process is its own client."""
+    """Resolve what was passed as client and model. A model in this process is its own client."""
     if model is not None and not isinstance(model, str):
         if not getattr(client, "needs_no_model", False):
             name = getattr(model, "name_or_path", None) or getattr(model, "name", None) or type(model).__name__
             return Answerer(model, as_client(model), str(name))
-        model = None  # the client answers by itself: this is the module it serves
+        model = None  # the client needs no model name: this is the module that it serves
     if client is None and model is not None:
         resolved, name = resolve_endpoint(model)
         return Answerer(resolved, resolved, name)
@@ -108,14 +108,14 @@ def find_answerer(client: Any, model: Any) -> Answerer:
         model = model if isinstance(model, str) else None
     if model is None:
         if not getattr(resolved, "needs_no_model", False):
-            raise ValueError("no model was named: pass model='…' here or to the environment")
+            raise ValueError("there is no model: pass model='…' here or to the environment")
         model = type(resolved).__name__
     return Answerer(client if client is not None else resolved, resolved, model)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutCall:
-    """One call of ``rollout``, read; ``gives_pair`` when the caller wants ``(completion, state)``."""
+    """The arguments of one call of ``rollout``; ``gives_pair`` if it must return ``(completion, state)``."""
 
     row: Row
     client: Any
@@ -135,7 +135,7 @@ def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RolloutCall:
     names = _ROW_KEYS if is_row else _PAIR_KEYS
     most = 4 if is_row else 5
     if len(args) > most:
-        raise TypeError(f"rollout() takes at most {', '.join(names[:most])} by position")
+        raise TypeError(f"rollout() takes at most {', '.join(names[:most])} as positional arguments")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     loose = {key: given.pop(key) for key in list(given) if key not in names}
     sampling = merge_sampling(given.get("sampling_args"), sampling_from(loose, known=names, where="rollout"))
@@ -154,7 +154,7 @@ _ASK_KEYS_BEFORE_STATES = ("client", "model", "prompt", "oai_tools", "sampling_a
 
 
 def read_ask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ``get_model_response(state, prompt, …)``, also from 0.1.8's ``(client, model, prompt, …)``."""
+    """The arguments of ``get_model_response(state, prompt, …)``, also from 0.1.8's ``(client, model, prompt, …)``."""
     if "state" in kwargs or (args and isinstance(args[0], Mapping)):
         return args, kwargs
     if len(args) > len(_ASK_KEYS_BEFORE_STATES):
@@ -172,7 +172,7 @@ def read_ask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 def ask_arguments(
     function: Callable[..., Any], state: State, prompt: Messages, message_type: MessageType
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for a subclass's own ``get_model_response``, in the form in which it was written."""
+    """The arguments for a subclass's ``get_model_response``, in the form of its signature."""
     if next(iter(inspect.signature(function).parameters), None) != "client":
         return (state, prompt), {}
     named = {"prompt": prompt, "message_type": message_type}
@@ -182,7 +182,7 @@ def ask_arguments(
 def override_arguments(
     function: Callable[..., Any], row: Row, answerer: Answerer, sampling_args: SamplingArgs
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for a subclass's own ``rollout``, in the form in which it was written."""
+    """The arguments for a subclass's ``rollout``, in the form of its signature."""
     parameters = inspect.signature(function).parameters
     if "prompt" not in parameters:
         return (row, answerer.given, answerer.model, sampling_args), {}
@@ -194,21 +194,21 @@ def override_arguments(
         extra |= sampling_args
     kwargs = {key: value for key, value in extra.items() if takes_all or key in parameters}
     given, answer = (answerer.given, answerer.model, row["prompt"]), row.get("answer", "")
-    if "completion" in parameters:  # which stands before the answer, as in 0.1.6
+    if "completion" in parameters:  # it precedes the answer, as in 0.1.6
         return given, kwargs | {"answer": answer}
     return (*given, answer), kwargs
 
 
 def adopt_result(result: Any, blank: State) -> State:
-    """What a subclass's ``rollout`` returned (a state, a pair, or a completion alone) as a whole state."""
+    """What a subclass's ``rollout`` returned (a state, a pair, or only a completion) as a whole state."""
     completion, update = split_response(result)
     if update is None and isinstance(completion, Mapping) and "role" not in completion:
         completion, update = None, completion
     if completion is None and update is None:
-        raise HookError("rollout returned None; it returns the state, the completion, or both")
+        raise HookError("rollout returned None; it must return the state, the completion, or both")
     is_odd = isinstance(completion, tuple) and any(role_of(message) is None for message in completion)
     if is_odd or isinstance(completion, Number | bytes):
-        raise HookError(f"rollout returned {result!r:.200}; it returns the state, the completion, or both")
+        raise HookError(f"rollout returned {result!r:.200}; it must return the state, the completion, or both")
     completion = list(completion) if isinstance(completion, tuple) else completion
     state = blank if update is None else _as_rollout_of(blank, update)
     if completion is not None:
@@ -217,7 +217,7 @@ def adopt_result(result: Any, blank: State) -> State:
 
 
 def _as_rollout_of(blank: State, update: Mapping[str, Any]) -> State:
-    """A whole state (of another call of ``rollout``) or a partial one, with the columns of this row."""
+    """A whole state (from another call of ``rollout``) or a partial one, with the columns of this row."""
     if "trajectory" not in update:
         for key, value in update.items():
             blank[key] = value
@@ -225,7 +225,7 @@ def _as_rollout_of(blank: State, update: Mapping[str, Any]) -> State:
     if not isinstance(update["trajectory"], list | None):
         raise no_trajectory(update["trajectory"])
     state = update if isinstance(update, State) else State(update)
-    if getattr(state, "is_adopted", False):  # it comes from a cache: two rollouts must not share one score
+    if getattr(state, "is_adopted", False):  # it comes from a cache, and two rollouts must not share one score
         state = _unscored_copy(state)
     state.is_adopted = True
     own = {key: blank["input"][key] for key in ("example_id", "task")}

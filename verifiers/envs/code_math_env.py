@@ -1,4 +1,4 @@
-"""Mathematics by programs: the model writes Python in ``<code>`` tags, reads its output, and answers."""
+"""Mathematics with Python: the model writes code in ``<code>`` tags, reads its output, and answers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MAX_OUTPUT_CHARS = 20_000
 
 
 class CodeMathEnv(MultiTurnEnv):
-    """An environment in which the model computes with Python: ``<code>`` is run in the sandbox, ``<answer>`` ends it.
+    """An environment in which the model computes with Python: ``<code>`` runs in the sandbox, ``<answer>`` ends it.
 
-    Without a rubric the answer is compared with the row's, as `MathRubric` does.
+    Without a rubric, a `MathRubric` compares the answer with the row's.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class CodeMathEnv(MultiTurnEnv):
 
     @stop(priority=10)
     async def answer_given(self, state: State) -> bool:
-        """The last reply has an answer."""
+        """Whether the last reply has an answer."""
         return bool(state["trajectory"]) and self.parser.parse_answer(state["trajectory"][-1]["completion"]) is not None
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Run the code of the last reply; a reply without any is told so."""
+        """Run the code of the last reply. If it has none, say so."""
         code = self.parser.parse(last_reply(state["trajectory"][-1]["completion"])).code
         if not code:
             return "There is neither a <code> nor an <answer> in your reply. Write one of them, closing tag included."

@@ -1,4 +1,4 @@
-"""A question, its answer, and then another look: the model is asked again before its answer counts."""
+"""The model is asked to check its answer before it is scored."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ARE_YOU_SURE = "Are you sure? Check your answer, and then give your final answer
 
 
 class DoubleCheckEnv(MultiTurnEnv):
-    """An environment that questions each answer before it is scored; ``checks`` has one message for each time.
+    """An environment that asks the model to check its answer before it is scored. ``checks`` has one message per check.
 
-    Parsers read the last reply that holds an answer, so the rubric scores the final one. The metric ``changed_answer``
-    tells whether it differs from the first.
+    Parsers read the last reply with an answer, so the rubric scores the final one. The metric ``changed_answer`` is 1
+    if it differs from the first.
 
     >>> from verifiers.clients import FakeClient
     >>> env = DoubleCheckEnv(dataset=[{"question": "2+2?", "answer": "4"}], checks="Sure?")
@@ -31,11 +31,11 @@ class DoubleCheckEnv(MultiTurnEnv):
     def __init__(self, dataset: Any = None, *, checks: str | Sequence[str] = ARE_YOU_SURE, **kwargs: Any) -> None:
         self.checks = [checks] if isinstance(checks, str) else list(checks)
         if not self.checks or not all(str(check).strip() for check in self.checks):
-            raise ValueError(f"checks is a message to the model, or a list of them; got {checks!r}")
+            raise ValueError(f"checks must be a message to the model or a list of messages, not {checks!r}")
         super().__init__(max_turns=1 + len(self.checks), dataset=dataset, **kwargs)
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> str:
-        """The next of the checks."""
+        """The next check."""
         return self.checks[len(state["trajectory"]) - 1]
 
     env_response = calls.both(_env_response)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class DoubleCheckEnv(MultiTurnEnv):
 
 def _first_and_last(state: State) -> tuple[Messages, Messages]:
     completion = state["completion"]
-    if isinstance(completion, str):  # plain text has no roles: what the model said is in the turns only
+    if isinstance(completion, str):  # plain text has no roles, so take the replies from the turns
         replies = [step["completion"] for step in state["trajectory"]]
     else:
         replies = [[message] for message in completion if role_of(message) == "assistant"]

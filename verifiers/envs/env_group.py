@@ -1,4 +1,4 @@
-"""Several environments as one: rows carry the name of the environment that plays and scores them."""
+"""Several environments as one: the ``task`` of each row names the environment that runs and scores it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifiers.types import Row, SamplingArgs, State
 
 
 class EnvGroupRubric(Rubric):
-    """Scores a rollout with the rubric of the environment it belongs to: of a group, or of environments by name."""
+    """Scores a rollout with the rubric of its environment, out of a group or a mapping by name."""
 
     def __init__(self, group: EnvGroup | Mapping[str, Environment]) -> None:
         self.group = group if isinstance(group, EnvGroup) else EnvGroup(list(group.values()), list(group))
@@ -31,7 +31,7 @@ class EnvGroupRubric(Rubric):
 
     @property
     def all_reward_names(self) -> list[str]:
-        """The names of all rewards, in order of the alphabet."""
+        """The names of all rewards, in alphabetical order."""
         return sorted(self._get_reward_func_names())
 
     @property
@@ -46,7 +46,7 @@ class EnvGroupRubric(Rubric):
         return list(dict.fromkeys(name for env in self.group.envs for name in env.rubric._get_reward_func_names()))
 
     def reward_shares(self) -> dict[str, float]:
-        return {}  # each row has the weights of its own environment
+        return {}  # the weights depend on the environment of the row
 
     def weights_by_name(self) -> dict[str, Any]:
         return {name: env.rubric.weights_by_name() for name, env in self.env_map.items()}
@@ -60,7 +60,7 @@ class EnvGroupRubric(Rubric):
 
     async def score_together(self, states: Sequence[State]) -> list[Score]:
         scores = [Score() for _ in states]
-        for env in {id(env): env for env in self.group.envs}.values():  # one may be there twice, under two names
+        for env in {id(env): env for env in self.group.envs}.values():  # each once, even if it has two names
             picks = [i for i, state in enumerate(states) if self.group.get_env_for_task(state["task"]) is env]
             if picks and env.has_group_rewards:
                 with ExitStack() as stack:
@@ -72,10 +72,10 @@ class EnvGroupRubric(Rubric):
 
 
 class EnvGroup(Environment):
-    """Environments under one roof, routed by the row's ``task``: the name of its environment.
+    """A group of environments. The ``task`` of each row is the name of its environment.
 
-    Groups can hold groups: the names are then joined, ``"games/chess"``. Inside its environment a row has the task it
-    had there before.
+    Groups may be nested: the names are then joined, ``"games/chess"``. Within its environment, a row has its original
+    task.
     """
 
     def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any) -> None:
@@ -86,13 +86,13 @@ class EnvGroup(Environment):
         if len(self.env_names) != len(self.envs):
             raise ValueError(f"{len(self.envs)} environments but {len(self.env_names)} names")
         if len(set(self.env_names)) != len(self.env_names):
-            raise ValueError(f"environment names must differ, got {self.env_names}")
+            raise ValueError(f"environment names must be unique, got {self.env_names}")
         self.env_map = dict(zip(self.env_names, self.envs, strict=True))
         inner = [
             f"{name}/{task}" for name, env in self.env_map.items() if isinstance(env, EnvGroup) for task in env.env_map
         ]
         if twice := [name for name in self.env_names if name in inner]:
-            raise ValueError(f"{twice[0]!r} is also the name of a member of a group in this group; give it another")
+            raise ValueError(f"{twice[0]!r} is also the name of a member of a nested group; choose another name")
         kwargs.setdefault("message_type", self.envs[0].message_type)
         has_train = any(env.dataset is not None for env in self.envs)
         has_eval = any(env.eval_dataset is not None for env in self.envs)
@@ -126,11 +126,11 @@ class EnvGroup(Environment):
         return found
 
     def get_env_for_task(self, task: str) -> Environment:
-        """The environment that plays a task."""
+        """The environment of a task."""
         return self._route(task)[0]
 
     def _route(self, task: str) -> tuple[Environment, str]:
-        """The environment of a task, and what is left of the name below it."""
+        """The member that a task belongs to, and the rest of the task's name within it."""
         if task in self.env_map:
             return self.env_map[task], ""
         for name, env in self.env_map.items():
@@ -143,7 +143,7 @@ class EnvGroup(Environment):
 
     @contextmanager
     def as_member(self, state: State) -> Iterator[Environment]:
-        """While this lasts, a state looks as its own environment knows it."""
+        """Within the block, a state has the task that it has in its environment."""
         task = state["task"]
         env, rest = self._route(task)
         state["task"] = self._inner_task(env, rest, state)
@@ -191,7 +191,7 @@ class EnvGroup(Environment):
 
 
 def _of_member(name: str, function: Any) -> Any:
-    """A member's aggregate metric: of those rows that are its own, with the tasks that they have there."""
+    """A member's aggregate metric, over its rows only, with the tasks that they have in that member."""
 
     def aggregate(rows: Sequence[Mapping[str, Any]]) -> float | None:
         own = [row for row in rows if row["task"] == name or row["task"].startswith(f"{name}/")]
@@ -206,7 +206,7 @@ def _without(row: Row, name: str) -> Row:
 
 
 def environment_of(env: Environment | None, task: str | None) -> Environment | None:
-    """The environment that plays a task in the end: a group's member, or a member's."""
+    """The environment of a task, resolved through nested groups."""
     while isinstance(env, EnvGroup) and task is not None:
         env, task = env._route(task)
     return env

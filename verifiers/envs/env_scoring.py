@@ -1,4 +1,4 @@
-"""How an environment scores its rollouts: by its rubric, or by a ``score_rollout`` of its own."""
+"""How an environment scores its rollouts: by its rubric, or by its own ``score_rollout``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifiers.types import State
 
 
 class EnvScoring:
-    """The part of an environment that gives scores."""
+    """The scoring part of an environment."""
 
     parser: Parser
     rubric: Rubric
@@ -26,7 +26,7 @@ class EnvScoring:
 
     @property
     def parsers(self) -> dict[str | None, Parser]:
-        """The parser that reads the answers of a task; None: of all other tasks."""
+        """The parser of each task; None: of all other tasks."""
         return {None: self.parser}
 
     @property
@@ -35,11 +35,11 @@ class EnvScoring:
 
     @property
     def scores_nothing(self) -> bool:
-        """No reward function, and no scoring of its own: every reward is 0, whatever is said."""
+        """Whether there is no reward function and no overridden scoring, so that every reward is 0."""
         return self.rubric.is_empty and self._hook("score_rollout") is None
 
     async def score_alone(self, state: State) -> Score:
-        """Score one finished rollout, by the environment's own ``score_rollout`` if a subclass has one."""
+        """Score one finished rollout, by a subclass's ``score_rollout`` if it has one."""
         hook = self._hook("score_rollout")
         score = await (self.rubric.score_alone(state) if hook is None else self._score_by_hook(hook, state))
         if score.error is None:
@@ -47,7 +47,7 @@ class EnvScoring:
         return score
 
     def _counted(self, state: State) -> dict[str, float]:
-        """The environment's own metrics; of a saved rollout those it was saved with, as its state is not all there."""
+        """The environment's own metrics. For a saved rollout, the saved ones, because its state is incomplete."""
         own, saved = self.own_metrics(state), getattr(state, "saved_metrics", {})
         return {**own, **{name: saved[name] for name in own if saved.get(name) is not None}}
 
@@ -60,11 +60,11 @@ class EnvScoring:
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.score_rollout"))
 
     def own_metrics(self, state: State) -> dict[str, float]:
-        """What the environment itself reports of a rollout, beside the rubric's scores."""
+        """The metrics that the environment itself reports, besides the rubric's scores."""
         return {} if not self.max_retries else {"parse_retries": float(state.get("parse_retries", 0))}
 
     async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
-        """Add what only the whole group can say."""
+        """Add the scores of group reward functions."""
         await self.rubric.add_group_scores(states, scores)
 
     async def _score_rollout(self, state: State) -> dict[str, Any]:

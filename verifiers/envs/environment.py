@@ -1,4 +1,4 @@
-"""What an environment is: rows, a way to play them, a way to score them, and the calls that run it."""
+"""The base class of environments: rows, how to run a rollout, how to score it, and the methods that run many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifiers.clients.activity import note_reply
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
-from verifiers.envs.arguments import check_scorers, slips
+from verifiers.envs.arguments import check_scorers, misspelled
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -32,7 +32,7 @@ from verifiers.envs.calling import (
 )
 from verifiers.envs.env_scoring import EnvScoring
 from verifiers.envs.hooks import ClassicHooks, Hooks
-from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, the_one
+from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, single_rollout
 from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
 from verifiers.envs.states import fresh_state
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Environment", "get_results_path"]
 
-AT_EXIT_S = 60.0  # for each teardown hook when Python ends: one that hangs must not keep it from ending
+AT_EXIT_S = 60.0  # limit of each teardown hook at exit, because a hanging hook must not keep Python from exiting
 HURRIED_S = 3.0  # the same, after a second Ctrl-C
 
 
 class Environment(ClassicHooks, EnvScoring, TrainerCalls):
-    """A task: a data set, how a rollout goes, and a rubric. Any further keyword becomes an attribute."""
+    """A task: a data set, how to run a rollout, and a rubric. Any other keyword becomes an attribute."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         **kwargs: Any,
     ) -> None:
         if message_type not in ("chat", "completion"):
-            raise ValueError(f"message_type is 'chat' or 'completion', got {message_type!r}")
+            raise ValueError(f"message_type must be 'chat' or 'completion', got {message_type!r}")
         if few_shot is not None and few_shot_examples is not None:
-            raise TypeError("few_shot and few_shot_examples are the same thing; pass one of them")
+            raise TypeError("few_shot and few_shot_examples are two names for the same argument; pass one")
         check_scorers(parser, rubric)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         self.message_type: MessageType = message_type
@@ -110,8 +110,8 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self.client, self.model = client, model
         self.max_retries = max_retries
         self.timeout, self.reward_timeout_s, self.hook_timeout_s = timeout, reward_timeout_s, hook_timeout_s
-        self.aggregates = as_aggregates(aggregates)  # functions of all rows of a run, by name
-        with self._time_limits():  # refused now, if they are no limits
+        self.aggregates = as_aggregates(aggregates)  # functions over all rows of a run, by name
+        with self._time_limits():  # raises now if they are not valid
             pass
         self.set_interleaved_rollouts(interleaved_rollouts)
         if map_kwargs:
@@ -121,8 +121,8 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
-        for name, meant in slips(type(self), kwargs).items():
-            self.logger.warning("the keyword %r is kept as an attribute; did you mean %r?", name, meant)
+        for name, meant in misspelled(type(self), kwargs).items():
+            self.logger.warning("the unknown keyword %r becomes an attribute; did you mean %r?", name, meant)
         for name, value in kwargs.items():
             if callable(getattr(type(self), name, None)):
                 raise TypeError(f"{type(self).__name__}() got the keyword {name!r}, which is one of its methods")
@@ -143,19 +143,19 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
-        """The rows to train on, shuffled by a seed if one is given (a new object: nothing is shuffled in place)."""
+        """The training rows, shuffled if a seed is given (in a new object)."""
         if self.dataset is None:
             raise ValueError("this environment has no dataset, only an eval_dataset")
         return _take(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
-        """The rows to evaluate on; the training rows where there are none."""
+        """The evaluation rows, or the training rows if there are none."""
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return _take(self.eval_dataset, n, seed)
 
     def sample_prompts(self, n: int, seed: int | None = None) -> list[Row]:
-        """``n`` random rows; a row comes twice only when there are fewer rows than that."""
+        """``n`` random rows. A row is repeated only if there are fewer than ``n``."""
         rows = self.get_dataset()
         if not len(rows):
             raise ValueError("the dataset is empty: there is nothing to sample")
@@ -168,7 +168,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     # --- one rollout ----------------------------------------------------------------------------------------------
 
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
-        """The state a rollout of this row starts from; the row itself stays as it is."""
+        """The initial state of a rollout of this row. The row itself is not changed."""
         return fresh_state(
             row,
             client=client,
@@ -196,14 +196,14 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         sampling_args: SamplingArgs | None = None,
         message_type: MessageType | None = None,
     ) -> Completion:
-        """Ask the model once; the reply counts towards the state's token usage."""
+        """Call the model once. The reply counts towards the state's token usage."""
         given = client if client is not None else state["client"]
         known: Answerer | None = getattr(state, "answerer", None)
         answering = known.client if known is not None and known.given is given else as_client(given)
         tools = oai_tools if oai_tools is not None else state["oai_tools"]
         kind = message_type or self.message_type
         if tools and kind == "completion":
-            raise RequestRefusedError("tools need message_type='chat'; a completions endpoint takes none")
+            raise RequestRefusedError("tools need message_type='chat'; a completions endpoint does not support them")
         request = Request(
             model=model or state["model"],
             prompt=prompt if isinstance(prompt, str) else strip_nones_from_content(prompt),
@@ -227,15 +227,15 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return await self._get_model_response(*args, **kwargs)
 
     get_model_response = calls.both(_get_model_response_by)
-    """``get_model_response(state, prompt, client=, model=, oai_tools=, sampling_args=, message_type=)`` asks the model
+    """``get_model_response(state, prompt, client=, model=, oai_tools=, sampling_args=, message_type=)`` calls the model
     once; so does the form of 0.1.8, ``(client, model, prompt, oai_tools, sampling_args, message_type)``."""
 
     def read_reply(self, response: Any) -> Completion:
-        """What ``get_model_response`` gave (an override may give any OpenAI-shaped object) as a completion."""
+        """Convert what ``get_model_response`` returned (any OpenAI object, from an override) into a completion."""
         return response if isinstance(response, Completion) else read_response(response, self.message_type)
 
     async def play(self, state: State) -> State:
-        """Play one rollout from its first state to its end. `MultiTurnEnv` plays turns."""
+        """Run one rollout from its initial state to its end. `MultiTurnEnv` runs turns."""
         raise NotImplementedError(f"{type(self).__name__} must define rollout(input, client, model, sampling_args)")
 
     async def _rollout(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return (state["completion"], state) if call.gives_pair else state
 
     rollout = calls.both(_rollout)
-    """``rollout(input=row, client=, model=)`` gives the state; ``rollout(client, model, prompt, answer)`` gives
+    """``rollout(input=row, client=, model=)`` returns the state; ``rollout(client, model, prompt, answer)`` returns
     ``(completion, state)``."""
 
     async def _play_call(self, call: RolloutCall) -> State:
@@ -257,11 +257,11 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             return await self._play_row(row, answerer, merge_sampling(self.sampling_args, call.sampling_args))
 
     def formatted(self, row: Mapping[str, Any]) -> Row:
-        """A row from outside as this environment plays it; one that is formatted already stays the same."""
+        """Format an external row for this environment. An already formatted row is not changed."""
         return self._format.apply(row, 0, keep_ids="example_id" in row)
 
     def failed_state(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs, error: Exception) -> State:
-        """The state of a rollout whose row cannot be read."""
+        """The state of a rollout that failed because its row cannot be read."""
         readable = {key: row.get(key) for key in ("prompt", "answer", "task", "example_id")}
         state = self.new_state(readable, answerer.given, answerer.model, sampling_args)
         note_error(state, wrap(error, HookError, f"reading row {row.get('example_id')}"))
@@ -278,10 +278,10 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return state
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State:
-        """One rollout of a row, by a subclass's own ``rollout`` if it has one. Raises nothing but cancellation."""
+        """Run one rollout of a row, by a subclass's ``rollout`` if it has one. Raises only cancellation."""
         try:
             state = await self._begin(row, answerer, sampling_args)
-        except BaseException as error:  # one poison row never ends the run
+        except BaseException as error:  # a bad row must not end the run
             return self.failed_state(row, answerer, sampling_args, calls.contained(error))
         hook = self._hook("rollout")
         if hook is None:
@@ -308,7 +308,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return state
 
     async def _play_recorded(self, state: State, answerer: Answerer) -> State:
-        """Play a rollout; what hooks of the user's own let the model say in between belongs to its trajectory too."""
+        """Run a rollout, and add model calls made by the user's hooks to its trajectory."""
         if not any(map(self._hooks.__getitem__, SPEAKING_HOOKS)):
             return await self.play(state)
         with recorded_calls() as made:
@@ -321,11 +321,11 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         row, call = read_host_call("run_rollout", args, kwargs)
         if call.score is None:
             call = replace(call, score=call.is_newer)
-        return the_one(await run_for_host(self, [row], call), call)
+        return single_rollout(await run_for_host(self, [row], call), call)
 
     run_rollout = calls.both(_run_rollout)
     """``run_rollout(input, client, model, gen_sampling_args, gen_sem, score_sem, score=False, max_retries=0)``, and the
-    shapes of 0.1.8 (the semaphore first) and 0.1.10 (scored; ``sampling_args``, ``max_retries``, ``state_columns``)."""
+    forms of 0.1.8 (the semaphore first) and 0.1.10 (scored; ``sampling_args``, ``max_retries``, ``state_columns``)."""
 
     async def _run_group(self, *args: Any, **kwargs: Any) -> Group:
         rows, call = read_host_call("run_group", args, kwargs)
@@ -333,25 +333,25 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
 
     run_group = calls.both(_run_group)
     """``run_group(group_inputs, client, model, gen_sampling_args, gen_sem, score_sem, score=True, max_retries=0,
-    state_columns=None)``: the rollouts of one group, scored together; those that failed are in its ``failed``."""
+    state_columns=None)``: the rollouts of one group, scored together. Failed ones are in its ``failed``."""
 
     # --- hooks that users write -----------------------------------------------------------------------------------
 
     def _hook(self, name: str) -> calls.Hook | None:
-        """A user's method by this name, ready to be called; None where the library's own (or none) is in force."""
+        """A user's method of this name as a hook; None if it is the library's own or does not exist."""
         return self._hooks[name]
 
     def _time_limits(self) -> AbstractContextManager[None]:
-        """While this lasts, one call of a reward function or hook may take as long as this environment says."""
+        """Within the block, this environment's time limits apply to calls of reward functions and hooks."""
         return calls.time_limits(reward_s=self.reward_timeout_s, hook_s=self.hook_timeout_s)
 
     async def meets_a_stop(
         self, state: State, messages: Messages | None = None, *, is_after_answer: bool = False
     ) -> bool:
-        """Has a stop condition been met? The first that has is written into the state.
+        """Whether a stop condition is met. The name of the first one is written into the state.
 
-        Conditions of ``(messages, state)`` are shown the conversation, once there is one. After an answer of the
-        environment, conditions that only read what the model did are not asked again.
+        Conditions of ``(messages, state)`` get the conversation, once there is one. After a response of the
+        environment, the library's conditions on the model's turns are not checked again.
         """
         for name, is_met, reads, takes_messages in self._hooks.stops:
             if reads is not None:
@@ -368,7 +368,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return False
 
     def conversation(self, state: State) -> Messages:
-        """All that was said so far."""
+        """All messages so far."""
         steps = state.get("trajectory")
         if not steps:
             prompt: Messages = state["prompt"]
@@ -385,11 +385,11 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return True
 
     is_completed = calls.both(_is_completed)
-    """``is_completed(state)`` or ``is_completed(messages, state)``, for a ``rollout`` of one's own and for ``super()``:
-    once a stop condition has been met, the rollout is cleaned up."""
+    """``is_completed(state)`` or ``is_completed(messages, state)``, for an overridden ``rollout`` and for ``super()``:
+    once a stop condition is met, it cleans up the rollout."""
 
     async def clean_up(self, state: State) -> None:
-        """Run every clean-up hook, once for a rollout, even when one of them raises."""
+        """Run every clean-up hook once per rollout, even if one of them raises."""
         if state.get("is_cleaned_up"):
             return
         state["is_cleaned_up"] = True
@@ -403,14 +403,14 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             raise first_error
 
     async def _close(self) -> None:
-        """Run the teardown hooks; called at exit for environments that have any and were used."""
+        """Run the teardown hooks. Called at exit for environments that have hooks and were used."""
         for _, hook in self._hooks.marked("teardown"):
             await hook()
 
     close = calls.both(_close)
 
     def tear_down_at_exit(self) -> None:
-        """Called when the environment is first used: constructors have no side effects."""
+        """Register the teardown at exit. Called on first use, because constructors have no side effects."""
         if not vars(self).get("_is_armed") and self._hooks.marked("teardown"):
             self._is_armed = True
             atexit.register(_close_if_alive, weakref.ref(self))
@@ -418,13 +418,13 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     # --- many rollouts --------------------------------------------------------------------------------------------
 
     def player(self, *, is_scored: bool) -> Player:
-        """Who plays and scores the rollouts of a run in this process."""
+        """The object that runs and scores the rollouts of a run in this process."""
         return self
 
     async def _generate(
         self, inputs: Any = None, client: Any = None, model: Any = None, sampling_args: Any = None, **kwargs: Any
     ) -> Results:
-        """Roll out (and score) rows: ``inputs``, or ``n_samples`` of the environment's own."""
+        """Roll out (and score) rows: ``inputs``, or ``n_samples`` of the environment's rows."""
         from verifiers.envs import evaluation
 
         return await evaluation.generate(self, inputs, client, model, sampling_args, **kwargs)
@@ -463,7 +463,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     def make_dataset(
         self, results: Results, push_to_hub: bool = False, hub_name: str | None = None, **kwargs: Any
     ) -> Any:
-        """Scored rollouts as a Hugging Face ``Dataset``, pushed to the hub if asked for."""
+        """Scored rollouts as a Hugging Face ``Dataset``, pushed to the hub if requested."""
         from verifiers.envs.evaluation import make_dataset
 
         return make_dataset(results, push_to_hub=push_to_hub, hub_name=hub_name, **kwargs)
@@ -471,7 +471,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     # --- copies in other processes --------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hooks are made anew where the environment is unpickled."""
+        """Hooks are not pickled; they are created again on unpickling."""
         return {key: value for key, value in vars(self).items() if key not in ("_hooks", "_is_armed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

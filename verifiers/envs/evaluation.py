@@ -1,4 +1,4 @@
-"""An environment, rows and a model become results: what ``generate``, ``evaluate`` and ``run_group`` do."""
+"""An environment, rows and a model → results: the implementation of ``generate``, ``evaluate`` and ``run_group``."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from verifiers.types import SamplingArgs, State
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
 
-GROUP_COLUMNS = ("group_size", "score_alone")  # what it takes to score a rollout again with the rest of its group
+GROUP_COLUMNS = ("group_size", "score_alone")  # needed to score a rollout again with the rest of its group
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run is made, apart from what is asked of the model."""
+    """The options of a run, without the sampling arguments."""
 
     max_concurrent: int = -1
     max_concurrent_generation: int | None = None
@@ -74,7 +74,7 @@ class Options:
             if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
         if self.reward_range is not None and self.until is None:
-            raise ValueError("reward_range goes with until=…, the half width of the interval to stop at")
+            raise ValueError("reward_range needs until=…, the half width of the interval to stop at")
         if self.save_every > 0:
             warnings.warn("save_every has no effect: every rollout is saved as soon as it is done", stacklevel=4)
         check_workers(self.workers)
@@ -84,16 +84,16 @@ _OPTION_NAMES = tuple(field.name for field in fields(Options))
 
 
 def split_options(where: str, kwargs: dict[str, Any]) -> tuple[Options, SamplingArgs]:
-    """Keywords of a run, and loose sampling arguments; an unknown keyword is an error."""
+    """Split keywords into the options of a run and sampling arguments; an unknown keyword is an error."""
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in _OPTION_NAMES}
     if kwargs.pop("batch_size", None) is not None:
-        warnings.warn("batch_size has no effect: a rollout starts whenever another ends", stacklevel=3)
+        warnings.warn("batch_size has no effect: a rollout starts as soon as another ends", stacklevel=3)
     if kwargs.pop("interleave_scoring", True) is False:
         warnings.warn("interleave_scoring has no effect: a rollout is scored as soon as it is done", stacklevel=3)
     for alias, name in (("progress", "use_tqdm"), ("score_rollouts", "score")):
         if alias in kwargs:
             if name in options:
-                raise TypeError(f"{alias}= and {name}= are two names for the same thing; give one")
+                raise TypeError(f"{alias}= and {name}= are two names for the same argument; pass one")
             options[name] = kwargs.pop(alias)
     sampling = sampling_from(kwargs, known=(*_OPTION_NAMES, "n_samples", "num_examples"), where=where)
     return Options(**options), sampling
@@ -111,7 +111,7 @@ async def generate(
     system_prompt: str | None = None,
     **kwargs: Any,
 ) -> Results:
-    """Roll out rows: ``inputs``, or the environment's own (all of them, or ``n_samples``, going round if need be)."""
+    """Roll out rows: ``inputs``, or the environment's (all, or ``n_samples``, repeating rows if there are too few)."""
     options, loose = split_options("generate", kwargs)
     _check_repeats(rollouts_per_example)
     if n_samples is not None and n_samples < 0:
@@ -140,19 +140,19 @@ async def evaluate(
     """Roll out the evaluation rows."""
     options, loose = split_options("evaluate", kwargs)
     _check_repeats(rollouts_per_example)
-    _warn_of_unasked(env, "generate")
+    _warn_of_unused_overrides(env, "generate")
     with long_lived:
         jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
     if jobs and env.score_rollouts and options.score is not False and env.scores_nothing:
-        env.logger.warning("nothing scores a rollout here, the rubric is empty: every reward will be 0")
+        env.logger.warning("the rubric is empty, so nothing scores a rollout: every reward will be 0")
     return await _run(env, jobs, client, model, merge_sampling(sampling_args, loose), options)
 
 
-def _warn_of_unasked(env: Environment, *names: str) -> None:
-    """Methods by which 0.1.9 made a run, and this library does not: an override would change nothing, unseen."""
+def _warn_of_unused_overrides(env: Environment, *names: str) -> None:
+    """Warn of overrides of methods that 0.1.9 called in a run and this library does not call."""
     for name in names:
         if env._hook(name) is not None:
-            env.logger.warning("%s.%s is not asked here: override rollout, or a hook", type(env).__name__, name)
+            env.logger.warning("%s.%s is not called here: override rollout, or a hook", type(env).__name__, name)
 
 
 def _check_repeats(rollouts_per_example: int) -> None:
@@ -164,14 +164,14 @@ def _reformatted(rows: Rows, row_format: RowFormat) -> Rows:
     return rows if rows._format == row_format else Rows(rows._given, row_format, picks=rows._picks)
 
 
-# --- doing it -----------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------------------------
 
 
 async def _run(
     env: Environment, jobs: list[Job], client: Any, model: Any, sampling_args: SamplingArgs, options: Options
 ) -> Results:
     began = time.perf_counter()
-    _warn_of_unasked(env, "run_group", "run_rollout")
+    _warn_of_unused_overrides(env, "run_group", "run_rollout")
     sampling = merge_sampling(env.sampling_args, sampling_args)
     if not jobs:
         warnings.warn("the dataset is empty: there is nothing to roll out", stacklevel=2)
@@ -212,24 +212,24 @@ async def _run(
             if missed:
                 warnings.warn(f"saved groups were scored again, and {in_words(missed)}", stacklevel=2)
         if run.ended_by is not None:
-            where = f"; go on with resume={str(run_dir.path)!r}" if run_dir is not None else ""
+            where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
             metadata["ended_early"] = f"{run.ended_by}{where}"
         metadata["until"] = None if stop is None else stop.outcome()
         interrupted = Interrupted(signum=run.signum).cause if run.is_interrupted else None
         metadata |= {"interrupted": interrupted, "finished": interrupted is None and run.ended_by is None}
-        with long_lived:  # hundreds of thousands of new objects, nearly all of them kept
+        with long_lived:  # creates hundreds of thousands of objects, nearly all of which are kept
             results = _assemble(env, jobs, done, run_dir, kept, metadata, began)
     if run.is_interrupted:
         where = f"; resume it with resume={str(run_dir.path)!r}" if run_dir is not None else ""
-        said = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
-        raise RunInterruptedError(said, results, run.signum)
+        message = f"stopped after {len(results.rollouts)} of {len(jobs)} rollouts{where}"
+        raise RunInterruptedError(message, results, run.signum)
     return results
 
 
 def _make_run(
     jobs: Sequence[Job], steps: RunSteps, options: Options, progress: Progress, stop: EarlyStop | None
 ) -> Run:
-    is_elsewhere = hasattr(steps.player, "withdraw")  # it is played in chunks there, and limited there
+    is_elsewhere = hasattr(steps.player, "withdraw")  # other processes run the jobs in chunks, with their own limits
     limits = Limits(
         max_concurrent=stop.at_once if stop is not None else -1 if is_elsewhere else options.max_concurrent,
         generation=None if is_elsewhere else options.max_concurrent_generation,
@@ -279,7 +279,7 @@ def _steps(
 def _early_stop(
     env: Environment, jobs: Sequence[Job], run_dir: RunDir | None, kept: set[tuple[Any, int]], options: Options
 ) -> EarlyStop | None:
-    """What says when the run may stop, told of the rollouts that are there already."""
+    """The rule for early stopping, with the saved rollouts already counted; None without ``until``."""
     if options.until is None:
         return None
     bounds = options.reward_range or bounds_of(env.rubric)
@@ -290,7 +290,7 @@ def _early_stop(
 
 
 def _count_kept(progress: Tally, run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> None:
-    """The mean that is watched is that of all rollouts, those before a resume too."""
+    """Count saved rollouts too, so that the displayed mean is that of all rollouts."""
     if type(progress) is Tally:  # silent
         return
     for example, reward in rewards_of(run_dir, kept):
@@ -308,7 +308,7 @@ async def run_group(
     score_sem: Any,
     score: bool,
 ) -> list[State]:
-    """Rollouts of one group for a host that schedules by itself; each state comes back in its place."""
+    """Run the rollouts of one group for a host with its own scheduling. The states are in the order of the inputs."""
     answerer = find_answerer(client if client is not None else env.client, model if model is not None else env.model)
     sampling = merge_sampling(env.sampling_args, sampling_args)
 
@@ -325,7 +325,7 @@ async def run_group(
 
 
 async def score_states(env: Environment, states: Sequence[State]) -> None:
-    """Score finished rollouts of one group, and write it into them; failed ones stay as they are."""
+    """Score the finished rollouts of one group, and write the scores into their states; failed ones are not changed."""
     began = time.perf_counter()
     live = [state for state in states if state.get("error") is None]
     with env._time_limits():
@@ -337,7 +337,7 @@ async def score_states(env: Environment, states: Sequence[State]) -> None:
     write_advantages(states)
 
 
-# --- what is kept -------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------------
 
 
 def _metadata(
@@ -368,7 +368,7 @@ def _assemble(
     began: float,
 ) -> Results:
     keys = [job.key for job in jobs]
-    # One good attempt is enough: a saved rollout that could not be scored again with its group stays as it was.
+    # A saved rollout stays as it was if scoring it again with its group failed.
     states = {job.key: state for job, state in done if state.get("error") is None or job.key not in kept}
     if run_dir is not None and kept:
         rows = {key: job.row for key, job in zip(keys, jobs, strict=True) if key in kept and key not in states}
@@ -403,7 +403,7 @@ def _assemble(
 
 
 def _mean(column: Sequence[float | None], example_ids: Sequence[Any]) -> float | None:
-    """The mean over examples as reports give it, without the interval: it is written down, whatever a report says."""
+    """The mean over examples, as in reports, for the metadata."""
     known: dict[Any, list[float]] = {}
     for example, value in zip(example_ids, column, strict=True):
         if value is not None:

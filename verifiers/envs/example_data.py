@@ -1,4 +1,4 @@
-"""The name of a well-known data set becomes rows of question and answer."""
+"""The name of a well-known data set → rows of question and answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Where a data set is on the hub, and how its rows read: row and seed → question and answer."""
+    """The location of a data set on the hub, and how to read its rows: row and seed → question and answer."""
 
     hub_id: str
     split: str
@@ -26,7 +26,7 @@ class Example:
 
 
 def load_example_dataset(name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0) -> Any:
-    """A well-known data set as a Hugging Face ``Dataset`` of ``question`` and ``answer``; ``n`` random rows of it.
+    """A well-known data set as a Hugging Face ``Dataset`` of ``question`` and ``answer``; all or ``n`` random rows.
 
     >>> load_example_dataset("gsm9k")
     Traceback (most recent call last):
@@ -59,7 +59,7 @@ def _with_options(question: str, options: Mapping[str, str]) -> str:
 
 
 def _read_gpqa(row: Row, seed: int) -> Row:
-    """The right answer stands first in the row: the options are shuffled, each question its own way."""
+    """Shuffle the options, differently for each question, because the right answer is the first in every row."""
     options = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
     order = random.Random(f"{seed} {row['Question']}").sample(range(4), 4)
     shown = {LETTERS[place]: options[option] for place, option in enumerate(order)}

@@ -1,4 +1,4 @@
-"""A Gymnasium environment as a conversation: observations become text, replies become actions, rewards are summed."""
+"""A Gymnasium environment as a conversation: observations → text, replies → actions, rewards → their sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifiers.envs.gym_spaces import (
     without_escapes,
 )
 from verifiers.envs.multiturn_env import MultiTurnEnv, turn_limit
-from verifiers.envs.states import not_saved, played
+from verifiers.envs.states import from_rollout, not_saved
 from verifiers.messages import text_of
 from verifiers.parsers import Parser, XMLParser
 from verifiers.rollout import cleanup
@@ -28,18 +28,18 @@ EVAL_SEEDS_FROM = 1_000_003
 
 def episode_return(state: State) -> float:
     """The sum of the rewards of an episode."""
-    return float(sum(played(state, "gym_rewards")))
+    return float(sum(from_rollout(state, "gym_rewards")))
 
 
 class EpisodicSumRubric(Rubric):
-    """The sum of what the steps of an episode were given: 0.1.9's name for what `GymEnv` scores by."""
+    """The sum of the rewards of an episode's steps: 0.1.9's name for the rubric of `GymEnv`."""
 
     def __init__(self, weight: float = 1.0, **kwargs: Any) -> None:
         super().__init__(funcs=[sum_step_rewards], weights=[weight], **kwargs)
 
 
 def sum_step_rewards(state: State) -> float:
-    """The sum of the rewards that the steps of a rollout have."""
+    """The sum of the rewards of a rollout's steps."""
     steps = state.get("trajectory") or ()
     if not all("reward" in step for step in steps):
         raise not_saved("trajectory")
@@ -47,13 +47,13 @@ def sum_step_rewards(state: State) -> float:
 
 
 class GymEnv(MultiTurnEnv):
-    """Any Gymnasium environment, by its id or its class; a row is an episode, begun by a seed of its own.
+    """Any Gymnasium environment, by its id or its class. A row is an episode with its own seed.
 
-    The model gives its action in ``<action>`` tags, or as its whole reply. A reply that is no action is answered with
-    what is wrong about it, and takes one of the ``max_episode_steps`` as well. Where the environment renders text
-    (``env_kwargs={"render_mode": "ansi"}``) that is what the model sees, otherwise the observation. Before the first
-    of it stands the ``description``, what the numbers mean and the rules are, and what the spaces tell by themselves.
-    Objects of the older protocol (``step`` gives four values, no spaces, no ``close``) will do as well.
+    The model gives its action in ``<action>`` tags, or as its whole reply. An invalid action is answered with an error
+    message and counts as one of the ``max_episode_steps`` too. If the environment renders text
+    (``env_kwargs={"render_mode": "ansi"}``), the model sees that, otherwise the observation. The prompt begins with the
+    ``description`` (the rules, and the meaning of the numbers) and a description of the action and observation spaces.
+    Objects of the older protocol (``step`` returns four values, no spaces, no ``close``) work too.
 
     >>> env = GymEnv("FrozenLake-v1", {"render_mode": "ansi"}, action_names=["left", "down", "right", "up"])
     >>> print(env.dataset[0]["question"].splitlines()[0])
@@ -84,7 +84,7 @@ class GymEnv(MultiTurnEnv):
         if isinstance(env_cls, str):
             _check_id(env_cls)
         elif not callable(env_cls):
-            raise TypeError(f"env_cls is the id of a Gymnasium environment or a class, got {env_cls!r}")
+            raise TypeError(f"env_cls must be the id of a Gymnasium environment or a class, got {env_cls!r}")
         self.env_cls = env_cls
         self.env_kwargs = dict(env_kwargs or {})
         self.action_parser = action_parser
@@ -94,7 +94,7 @@ class GymEnv(MultiTurnEnv):
         self.max_episode_steps = max_episode_steps
         parser = parser or XMLParser(["action"], answer_field="action")
         super().__init__(
-            max_turns=-1,  # `max_episode_steps` ends an episode, after the action of its last turn was taken
+            max_turns=-1,  # `max_episode_steps` ends an episode instead, after its last action was executed
             dataset=functools.partial(self._make_rows, num_train_episodes, seed),
             eval_dataset=functools.partial(self._make_rows, num_eval_episodes, seed + EVAL_SEEDS_FROM),
             parser=parser,
@@ -103,7 +103,7 @@ class GymEnv(MultiTurnEnv):
         )
 
     def make_env(self) -> Any:
-        """A new environment, as every rollout has one of its own."""
+        """A new environment. Every rollout has its own."""
         if not isinstance(self.env_cls, str):
             return self.env_cls(**self.env_kwargs)
         import gymnasium
@@ -142,11 +142,11 @@ class GymEnv(MultiTurnEnv):
         return self.obs_to_text_fn is not None or type(self).obs_to_text is not GymEnv.obs_to_text
 
     def obs_to_text(self, seen: Any) -> str:
-        """An observation as text: by the function that was given, or as a subclass writes it."""
+        """An observation as text: by the ``obs_to_text`` function, or as a subclass overrides this."""
         return show(seen) if self.obs_to_text_fn is None else self.obs_to_text_fn(seen)
 
     def setup_state(self, state: State) -> None:
-        """Begin the episode. What is seen first ends the prompt, even if it was something else when rows were made."""
+        """Start the episode. The prompt ends with its first observation, even if the row has a different one."""
         env = state["gym_env"] = self.make_env()
         state.update(gym_rewards=[], gym_info={}, invalid_actions=0, is_terminated=False, gym_done=False)
         seen, state["gym_info"] = _reset(env, (state.get("info") or {}).get("seed"))
@@ -158,7 +158,7 @@ class GymEnv(MultiTurnEnv):
             state["prompt"] = [*prompt[:-1], {**prompt[-1], "content": first}]
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Take the action of the last reply; foreign code that may block, so it runs as a hook does."""
+        """Execute the action of the last reply, as a hook, because the environment's code may block."""
         return await self._foreign("_take_action")(state)
 
     env_response = calls.both(_env_response)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ class GymEnv(MultiTurnEnv):
             state["invalid_actions"] += 1
             step["reward"] = 0.0
             return f"{error}", {"completed": is_last}
-        seen, reward, terminated, truncated, state["gym_info"] = _five(env.step(action))
+        seen, reward, terminated, truncated, state["gym_info"] = _step_result(env.step(action))
         step["reward"] = float(reward)
         step["extras"]["gym_info"] = state["gym_info"]
         state["gym_done"] = bool(terminated or truncated)
@@ -198,7 +198,7 @@ class GymEnv(MultiTurnEnv):
 
     @cleanup
     def close_gym(self, state: State) -> None:
-        """Close the rollout's environment, however the rollout ended."""
+        """Close the rollout's environment."""
         env = state.pop("gym_env", None)
         if env is not None:
             _close(env)
@@ -212,21 +212,21 @@ class GymEnv(MultiTurnEnv):
 
 
 def _reset(env: Any, seed: int | None) -> tuple[Any, dict[str, Any]]:
-    """What is seen first, and the info; older environments give the first alone."""
-    made = env.reset(seed=seed)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
-        return made[0], dict(made[1])
-    return made, {}
+    """The first observation and the info. Older environments return only the observation."""
+    result = env.reset(seed=seed)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return result[0], dict(result[1])
+    return result, {}
 
 
-def _five(made: Any) -> tuple[Any, float, bool, bool, Any]:
-    """What a step gave, as Gymnasium has it; older environments know no truncation."""
-    if isinstance(made, tuple | list) and len(made) == 4:
-        seen, reward, done, info = made
+def _step_result(result: Any) -> tuple[Any, float, bool, bool, Any]:
+    """The result of a step in Gymnasium's form. Older environments have no truncation."""
+    if isinstance(result, tuple | list) and len(result) == 4:
+        seen, reward, done, info = result
         return seen, reward, done, False, info
-    if not (isinstance(made, tuple | list) and len(made) == 5):
-        raise TypeError(f"step() gave {made!r:.100}; it must give (seen, reward, terminated, truncated, info)")
-    seen, reward, terminated, truncated, info = made
+    if not (isinstance(result, tuple | list) and len(result) == 5):
+        raise TypeError(f"step() returned {result!r:.100}; it must return (seen, reward, terminated, truncated, info)")
+    seen, reward, terminated, truncated, info = result
     return seen, reward, terminated, truncated, info
 
 
@@ -244,7 +244,7 @@ def _check_id(env_id: str) -> None:
     try:
         import gymnasium
     except ImportError:
-        raise ImportError("GymEnv makes environments by id with Gymnasium: pip install 'verifiers[games]'") from None
+        raise ImportError("GymEnv needs Gymnasium to create environments: pip install 'verifiers[games]'") from None
     try:
         gymnasium.spec(env_id)
     except gymnasium.error.Error as error:

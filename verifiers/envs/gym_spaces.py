@@ -1,4 +1,4 @@
-"""The spaces of Gymnasium in words: what actions there are, a text as an action, an observation as text."""
+"""Gymnasium's spaces: their description in words, a text → an action, an observation → text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MARKED = re.compile(r"\x1b\[([0-9;]{1,40})m([^\x1b]{1,400})\x1b\[0?m")
 
 
 class BadActionError(Exception):
-    """A reply that is no action; the message is for the model."""
+    """A reply is not a valid action; the message is for the model."""
 
 
 def describe_space(space: Any, names: Sequence[str] | None = None) -> str:
-    """What actions there are, in words.
+    """The possible actions, in words.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> describe_space(Discrete(4)), describe_space(Box(-1, 1, (2,)))
@@ -41,11 +41,11 @@ def describe_space(space: Any, names: Sequence[str] | None = None) -> str:
         return f"a JSON list {_shape(space.shape)} zeros and ones"
     if kind == "Text":
         return f"a text of {space.min_length} to {space.max_length} characters"
-    raise TypeError(f"there is no standard way to write an action of {space}; pass action_parser= and say it yourself")
+    raise TypeError(f"there is no standard text form for actions of {space}; pass action_parser= and description=")
 
 
 def describe_observation(space: Any) -> str:
-    """What an observation is, in words; nothing where the space does not say, or is a picture.
+    """The form of an observation, in words; "" if the space does not tell, or is an image.
 
     >>> import numpy as np
     >>> from gymnasium.spaces import Box, Discrete, Tuple
@@ -72,7 +72,7 @@ def _range(low: float, high: float) -> str:
 
 
 def without_escapes(text: str) -> str:
-    """A screen without its escape sequences: what they marked stands in brackets, and below it how it was marked.
+    """A screen without escape sequences: coloured text is in brackets, with a list of its colours below.
 
     >>> print(without_escapes("\x1b[41mS\x1b[0mFFF"))
     [S]FFF
@@ -95,7 +95,7 @@ def without_escapes(text: str) -> str:
 
 
 def _colour(codes: str) -> str | None:
-    """The colour that an escape sequence sets, of the letters or behind them."""
+    """The foreground or background colour that an escape sequence sets."""
     for code in codes.split(";"):
         tens, unit = divmod(int(code or 0), 10)
         if tens in (3, 4, 9, 10) and unit < 8:
@@ -118,31 +118,31 @@ def _check_names(space: Any, names: Sequence[str]) -> None:
 
 
 def read_action(space: Any, text: str, names: Sequence[str] | None = None) -> Any:
-    """The action that a text names; `BadActionError` where it names none.
+    """The action that a text names; raises `BadActionError` if it names none.
 
     >>> from gymnasium.spaces import Discrete
     >>> read_action(Discrete(4), " 2 "), read_action(Discrete(2), "Stay", ["go", "stay"])
     (2, 1)
     """
-    said = text.strip()
-    action = _by_name(space, said, names) if names is not None else _read(space, said)
+    text = text.strip()
+    action = _by_name(space, text, names) if names is not None else _read(space, text)
     if action is None or not space.contains(action):
-        raise BadActionError(f"{said!r:.100} is not an action. Give {describe_space(space, names)}.")
+        raise BadActionError(f"{text!r:.100} is not an action. Give {describe_space(space, names)}.")
     return action
 
 
-def _by_name(space: Any, said: str, names: Sequence[str]) -> int | None:
+def _by_name(space: Any, text: str, names: Sequence[str]) -> int | None:
     places = {name.lower(): i for i, name in enumerate(names)}
-    place = places.get(said.lower())
+    place = places.get(text.lower())
     return None if place is None else int(space.start) + place
 
 
-def _read(space: Any, said: str) -> Any:
+def _read(space: Any, text: str) -> Any:
     kind = type(space).__name__
     if kind == "Text":
-        return said
+        return text
     try:
-        value = json.loads(said, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     if kind == "Discrete":
@@ -151,7 +151,7 @@ def _read(space: Any, said: str) -> Any:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no number to act with")
+    raise ValueError(f"{name} is not a valid number for an action")
 
 
 def _as_array(space: Any, value: Any) -> Any:
@@ -160,14 +160,14 @@ def _as_array(space: Any, value: Any) -> Any:
     try:
         array = numpy.asarray(value)
         is_lossy = array.dtype.kind not in "biu" and space.dtype.kind != "f"
-        with numpy.errstate(over="ignore"):  # what is too large for the type is outside of the space
+        with numpy.errstate(over="ignore"):  # a value that overflows is not in the space
             return None if is_lossy else array.astype(space.dtype).reshape(space.shape)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
 def show(seen: Any) -> str:
-    """An observation as text: what is text stays so, arrays are lists, a dict has a line for each entry.
+    """An observation as text: texts as they are, arrays as lists, and a dict with one line per entry.
 
     >>> show({"position": (3, 4), "goal": "north"})
     'position: [3, 4]\\ngoal: north'

@@ -1,4 +1,4 @@
-"""The methods a subclass wrote, found by name or by mark, ready to be called."""
+"""The methods of a subclass, found by name or by decorator, as hooks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from verifiers import calls
 from verifiers.rollout import marked
 
 ASKING_TIMEOUT_S = 3600.0
-"""For overrides that ask the model themselves: how long that takes says nothing about a hook."""
+"""The limit for overrides that call the model themselves, which may take longer than other hooks."""
 ASKING = ("rollout", "get_model_response")
 SCORING = ("score_rollout",)
 
 
 def only_reads(condition: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Coroutine[Any, Any, bool]]:
-    """A stop condition of ours that reads the state and nothing else: awaited by others, and asked by us as it is."""
+    """A built-in stop condition that only reads the state. Users' code awaits it; the library calls it directly."""
 
     @functools.wraps(condition)
     async def ask(self: Any, state: Any) -> bool:
@@ -28,7 +28,7 @@ def only_reads(condition: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Co
 
 
 class Stop(NamedTuple):
-    """A stop condition: how to ask it, how to ask one of ours that `only_reads`, and whether it is shown messages."""
+    """A stop condition: as a hook, as a plain function if it `only_reads`, and whether it takes messages."""
 
     name: str
     is_met: Callable[..., Awaitable[Any]]
@@ -37,7 +37,7 @@ class Stop(NamedTuple):
 
 
 class Hooks(dict[str, calls.Hook | None]):
-    """One object's methods by name, None for the library's own default (or none); each is looked up once."""
+    """An object's methods by name as hooks; None for the library's own methods and missing ones. Cached."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Hooks(dict[str, calls.Hook | None]):
         owner = self._owner
         method = getattr(owner, name, None)
         is_ours = name not in vars(owner) and calls.is_default(getattr(type(owner), name, None))
-        hook = self[name] = None if method is None or is_ours else _made(name, method)
+        hook = self[name] = None if method is None or is_ours else _make_hook(name, method)
         return hook
 
     def marked(self, kind: str) -> list[tuple[str, Callable[..., Awaitable[Any]]]]:
@@ -71,9 +71,9 @@ class Hooks(dict[str, calls.Hook | None]):
 
 
 class ClassicHooks:
-    """The names by which code for 0.1.9 reaches the methods it marked: a ``rollout`` of one's own, or a host.
+    """The names by which code for 0.1.9 (an overridden ``rollout``, or a host) accesses decorated methods.
 
-    The lists are there to be read; to add a method, mark it.
+    The lists are read-only; to add a method, decorate it.
     """
 
     clean_up: Callable[[Any], Awaitable[None]]
@@ -98,13 +98,13 @@ class ClassicHooks:
         await self._close()
 
 
-def _made(name: str, method: Callable[..., Any]) -> calls.Hook:
+def _make_hook(name: str, method: Callable[..., Any]) -> calls.Hook:
     if name in ASKING:
         return calls.Hook(method, timeout_s=ASKING_TIMEOUT_S, may_share=False)
     return calls.Hook(method, kind="reward" if name in SCORING else "hook")
 
 
 def takes_messages(function: Callable[..., Any]) -> bool:
-    """Was a hook written as ``(messages, state)`` rather than ``(state)``?"""
+    """Whether a hook takes ``(messages, state)`` rather than ``(state)``."""
     names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return len(names) > 1 and names[0] != "state"

@@ -1,4 +1,4 @@
-"""Calls of outer trainers, in the shapes of 0.1.8 to 0.1.10 → rollouts to train on."""
+"""Calls of other trainers, with the signatures of 0.1.8 to 0.1.10 → rollouts to train on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OLDER_SHAPE = ("gen_sem", "input", "client", "model", "gen_sampling_args")
 
 
 class Group(list[Any]):
-    """The scored rollouts of one group, each with a reward; those that failed are in ``failed``, with their errors."""
+    """The scored rollouts of one group, each with a reward. Failed ones are in ``failed``, with their errors."""
 
     def __init__(self, scored: Iterable[Any] = (), failed: Sequence[State] = ()) -> None:
         super().__init__(scored)
@@ -41,12 +41,12 @@ class Group(list[Any]):
             if not self.failed:
                 raise
             error = self.failed[0]["error"]
-            raise IndexError(f"{len(self)} rollouts of the group were scored; one that failed said: {error}") from error
+            raise IndexError(f"only {len(self)} rollouts of the group were scored; one failed with: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCall:
-    """One call of ``run_group`` or ``run_rollout``, read; ``score`` is None where the caller does not say."""
+    """The arguments of one call of ``run_group`` or ``run_rollout``; ``score`` is None if it was not passed."""
 
     client: Any = None
     model: Any = None
@@ -62,11 +62,11 @@ class HostCall:
         if type(self.max_retries) is not int or self.max_retries < 0:
             raise ValueError(f"max_retries={self.max_retries!r} must be a whole number, 0 or more")
         if isinstance(self.state_columns, str):
-            raise TypeError(f"state_columns is a list of names, not the text {self.state_columns!r}")
+            raise TypeError(f"state_columns must be a list of names, not the text {self.state_columns!r}")
 
 
 def read_host_call(where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, HostCall]:
-    """What is to be played (rows, or one), and how.
+    """The input (rows, or one row) and the other arguments of a call.
 
     0.1.9 has ``(input, client, model, gen_sampling_args, gen_sem, score_sem, score)``, 0.1.10 ``(input, client, model,
     sampling_args, max_retries, state_columns)``, and ``run_rollout`` of 0.1.8 ``(semaphore, input, client, model,
@@ -82,12 +82,12 @@ def read_host_call(where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         raise TypeError(f"{where}() needs {played}=…")
     plain, generation = given.pop("sampling_args", None), given.pop("gen_sampling_args", None)
     if plain is not None and generation is not None and plain != generation:
-        raise TypeError("sampling_args= and gen_sampling_args= are two names for the same thing; give one")
+        raise TypeError("sampling_args= and gen_sampling_args= are two names for the same argument; pass one")
     new_names = kwargs.keys() & {"sampling_args", "max_retries", "state_columns"}
     is_newer = given.get("gen_sem") is None and (bool(new_names) or "env_client" in given or _has_retries(args))
     row = given.pop(played)
     if played == "group_inputs" and (isinstance(row, str | Mapping) or not isinstance(row, Iterable)):
-        raise TypeError(f"group_inputs is a list of rows, not {row!r:.80}")
+        raise TypeError(f"group_inputs must be a list of rows, not {row!r:.80}")
     known = {name: given.pop(name) for name in list(given) if name in HostCall.__dataclass_fields__}
     for name, value in given.items():
         if value is not None:
@@ -98,7 +98,7 @@ def read_host_call(where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _has_retries(args: Sequence[Any]) -> bool:
-    """Is the fifth argument a number of retries rather than a semaphore?"""
+    """Whether the fifth argument is a number of retries rather than a semaphore."""
     return len(args) > 4 and isinstance(args[4], int)
 
 
@@ -110,7 +110,7 @@ def _names(played: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tup
 
 def _by_name(where: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if len(args) > len(names):
-        raise TypeError(f"{where}() takes at most {', '.join(names)} by position")
+        raise TypeError(f"{where}() takes at most {', '.join(names)} as positional arguments")
     given = dict(zip(names, args, strict=False))
     named = {"gen_sem" if name == "sem" else name: value for name, value in kwargs.items()}
     if twice := given.keys() & named.keys():
@@ -122,9 +122,9 @@ def _by_name(where: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Ma
 
 
 async def run_for_host(env: Environment, rows: Sequence[Mapping[str, Any]], call: HostCall) -> Group:
-    """The rollouts of one group. Scored ones come with a reward each, and the failed ones apart from them.
+    """Run the rollouts of one group. Each scored one has a reward; failed ones are separate.
 
-    Without scoring (``score=False``) each state is in its place, with its error if it failed.
+    Without scoring (``score=False``) all states are in the order of the rows, with their errors if they failed.
     """
     from verifiers.envs.evaluation import run_group
 
@@ -138,7 +138,7 @@ async def run_for_host(env: Environment, rows: Sequence[Mapping[str, Any]], call
     )
     states = await _play_failed_again(env, rows, states, answerer, sampling, call)
     if not is_scored:
-        if call.score is not False:  # `set_score_rollouts(False)`: the host counts on a number all the same
+        if call.score is not False:  # `set_score_rollouts(False)`: the host expects a number anyway
             _write_zeros(states)
         return Group(_as_wanted(states, call))
     await _score(env, states, call)
@@ -174,7 +174,7 @@ async def _score(env: Environment, states: Sequence[State], call: HostCall) -> N
         unscored = [state for state in states if isinstance(state.get("error"), GraderError)]
         if not unscored or not left:
             return
-        for state in states:  # the group is scored anew: what one reward gives may depend on the others
+        for state in states:  # score the whole group again, because group rewards depend on all its rollouts
             if state.get("error") is None or isinstance(state["error"], GraderError):
                 forget_score(state)
 
@@ -187,10 +187,11 @@ def _write_zeros(states: Sequence[State]) -> None:
                 step["reward"] = 0.0
 
 
-def the_one(group: Group, call: HostCall) -> Any:
-    """The rollout of a group of one. One that was to be scored and failed raises its error.
+def single_rollout(group: Group, call: HostCall) -> Any:
+    """The rollout of a group of one. If it should be scored and failed, its error is raised.
 
-    Hosts of 0.1.10's shape gather many rollouts and read ``error`` of each: they are given it, without a reward.
+    Hosts that call as in 0.1.10 gather many rollouts and read the ``error`` of each, so they get a failed rollout,
+    without a reward.
     """
     if not group.failed:
         return group[0]
@@ -200,7 +201,7 @@ def the_one(group: Group, call: HostCall) -> Any:
 
 
 def get_results_path(env_id: str, model: str, base_path: Path = Path("outputs")) -> Path:
-    """A new folder name each time: ``{base_path}/evals/{env}--{model}/{8 hex}``."""
+    """A new folder name: ``{base_path}/evals/{env}--{model}/{8 hex digits}``."""
     return Path(base_path) / "evals" / safe_name(f"{env_id}--{model}") / unique_id()[:8]
 
 

@@ -1,4 +1,4 @@
-"""Rollouts that a host kept itself → results with what is known of the run, for prime-rl."""
+"""Rollouts that a host collected → results with the metadata of a run, for prime-rl."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepare_results(
     sampling_args: SamplingArgs | None,
     began: float,
 ) -> Results:
-    """States, or rollouts as plain data, with a run's metadata; ``began`` is a reading of ``time.perf_counter``."""
+    """Results from states or rollouts as plain data, with metadata. ``began`` is a value of ``time.perf_counter``."""
     results = Results([_as_state(rollout) for rollout in rollouts])
     repeats = Counter(state.get("example_id") for state in results.rollouts)
     rewards = [reward for reward in results["reward"] if reward is not None]
@@ -53,7 +53,7 @@ def prepare_results(
 
 
 def _as_state(rollout: Mapping[str, Any]) -> State:
-    """Fields of the row may stand beside the others, as in plain data, or under ``input``.
+    """A state from a rollout whose row fields are under ``input``, or (in plain data) among the others.
 
     >>> _as_state({"prompt": "2+2?", "answer": "4", "reward": 1.0})["input"]
     {'prompt': '2+2?', 'answer': '4'}

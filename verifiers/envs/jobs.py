@@ -1,4 +1,4 @@
-"""Rows and repeats become the jobs of a run; a row that cannot be read is a job that fails."""
+"""Rows and repeats → the jobs of a run. A row that cannot be read becomes a job that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verifiers.types import Row
 
 
 def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]:
-    """Each row ``repeats`` times; or, with ``n_samples``, so many rollouts, going round the rows."""
+    """Each row ``repeats`` times; or, with ``n_samples``, so many rollouts, cycling through the rows."""
     n = len(rows)
     if n_samples is not None and n:
         order = [
@@ -35,12 +35,12 @@ def jobs_of(rows: Rows, repeats: int, n_samples: int | None = None) -> list[Job]
 def _row_or_error(rows: Rows, i: int) -> tuple[Row, Exception | None]:
     try:
         return rows[i], None
-    except BaseException as error:  # one poison row never ends the run
+    except BaseException as error:  # a bad row must not end the run
         return {"prompt": None, "example_id": rows.example_id(i), "task": "default"}, contained(error)
 
 
 def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job]:
-    """Rows handed in by a host; the same example id several times over means several rollouts of it."""
+    """Jobs for rows passed by a host. Rows with the same example id are several rollouts of one example."""
     if isinstance(inputs, Rows):
         return jobs_of(inputs, repeats)
     rows = _without_ids(inputs)
@@ -64,7 +64,7 @@ def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job
 
 
 def _without_ids(inputs: Any) -> list[Row]:
-    """Ids may repeat here, so they are kept apart from the check that a data set's ids are unique."""
+    """Move the ids to another key, because they may repeat here, and a data set's ids must be unique."""
     if isinstance(inputs, Mapping) and _is_one_row(inputs):
         inputs = [inputs]
     if isinstance(inputs, Mapping):
@@ -79,7 +79,7 @@ def _without_ids(inputs: Any) -> list[Row]:
 
 
 def _is_one_row(inputs: Mapping[str, Any]) -> bool:
-    """One row rather than columns: its prompt is a text, or messages."""
+    """Whether this is one row rather than columns: its prompt is a text or a list of messages."""
     asked = inputs.get("prompt", inputs.get("question"))
     is_messages = isinstance(asked, list | tuple) and bool(asked) and isinstance(asked[0], Mapping)
     return isinstance(asked, str) or is_messages

@@ -1,4 +1,4 @@
-"""Names of environment variables → one error that lists those that are not set."""
+"""Names of environment variables → an error that lists those that are not set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class MissingKeyError(ValueError):
-    """Variables that an environment needs are not set, or are empty; ``keys`` names them, in the order asked for."""
+    """Environment variables that an environment needs are not set, or are empty. ``keys`` has their names, in order."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self.keys = [*keys]
@@ -17,11 +17,11 @@ class MissingKeyError(ValueError):
         )
 
     def __reduce__(self) -> tuple[type[MissingKeyError], tuple[list[str]]]:
-        return type(self), (self.keys,)  # the message is no list of keys
+        return type(self), (self.keys,)  # by default pickle would pass the message
 
 
 def ensure_keys(keys: Iterable[str]) -> None:
-    """Raise `MissingKeyError` unless each variable is set; for the first lines of a ``load_environment``.
+    """Raise `MissingKeyError` unless all variables are set. Call it at the beginning of ``load_environment``.
 
     >>> ensure_keys(["NO_SUCH_KEY", "PATH"])
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""A rollout that is on disk → what of it stays in memory: not the endpoint's own words, and no text of a megabyte."""
+"""A rollout that is saved → a state that takes less memory: without raw responses and very long texts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHOWN_CHARS = 200
 
 
 def lighten(state: State, place: Place) -> None:
-    """Let go of raw replies; and where a text is very long, of the conversation, which is read again when asked for."""
+    """Drop raw responses. If a text is very long, drop the completion too, which is then read from disk on access."""
     is_long = is_large(state.get("completion"))
     for step in state.get("trajectory") or ():
         if not isinstance(step, dict):
             continue
-        response = dict.get(step, "response")  # as it is held: a step shows it as OpenAI's object
+        response = dict.get(step, "response")  # the stored value: step["response"] would convert it to OpenAI's object
         if isinstance(response, Completion) and (is_long or response.raw is not None):
             message = place.shortened(response.message) if is_long else response.message
             step["response"] = replace(response, message=message, raw=None)
@@ -35,7 +35,7 @@ def lighten(state: State, place: Place) -> None:
 
 
 def is_large(messages: Any) -> bool:
-    """Is any text of a conversation too long to be kept in memory once it is on disk?"""
+    """Whether any text of a conversation is too long to keep in memory once it is on disk."""
     if isinstance(messages, str):
         return len(messages) > LARGE_CHARS
     if not isinstance(messages, list):
@@ -50,7 +50,7 @@ def is_large(messages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rollout is saved: the file, about where in it, and its key."""
+    """Where a rollout is saved: the file, its probable offset, and its key."""
 
     path: Path
     offset: int
@@ -65,7 +65,7 @@ class Place:
             line = file.readline()
         try:
             record = RecordDecoder(None)(line)
-        except ValueError:  # lines have moved since
+        except ValueError:  # lines have moved in the meantime
             return None
         return record if (record.get("example_id"), record.get("rollout")) == self.key else None
 
@@ -73,7 +73,7 @@ class Place:
         for record in read_records(self.path):
             if (record.get("example_id"), record.get("rollout")) == self.key:
                 return record
-        raise KeyError(f"the rollout {self.key} was kept in {self.path} only, and is there no more")
+        raise KeyError(f"the rollout {self.key} was stored only in {self.path}, which no longer has it")
 
     def short(self, messages: Any) -> Any:
         """Messages without their very long texts."""
@@ -100,7 +100,7 @@ AWAY = _Away()
 
 
 class LargeState(State):
-    """A saved rollout with very long replies: its ``completion`` is read from disk when it is asked for."""
+    """A saved rollout with very long replies. Its ``completion`` is read from disk on access."""
 
     place: Place
 
@@ -113,7 +113,7 @@ class LargeState(State):
         return self.place.read(key) if value is AWAY else value
 
     def __iter__(self) -> Iterator[str]:
-        """Its own, so that ``dict(state)`` and ``{**state}`` ask for each value instead of copying what is held."""
+        """Overridden so that ``dict(state)`` and ``{**state}`` use ``__getitem__`` instead of copying stored values."""
         return super().__iter__()
 
     def items(self) -> Any:

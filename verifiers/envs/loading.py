@@ -1,4 +1,4 @@
-"""An environment's id becomes the environment: from a folder, a package, or our own ones."""
+"""An environment's id → the environment: from a folder, an installed package, or the bundled ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifiers.envs.environment import Environment
 from verifiers.envs.projects import find_pyproject, needs_us, read_pyproject
 from verifiers.envs.stand_ins import offer_stand_ins
 
-MOST_CHARS = 200  # of an id: file systems take names of 255
+MOST_CHARS = 200  # of an id; file systems allow names of 255 bytes
 _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@([\w.+-]+))?\Z", re.ASCII)
 
 
@@ -47,12 +47,12 @@ def load_environment(env_id: str, *, environments_dir: str | Path = "environment
 
 
 def is_url(env_id: str) -> bool:
-    """Is this the address of an environment server?"""
+    """Whether this is the URL of an environment server."""
     return str(env_id).startswith(("http://", "https://"))
 
 
 def split_id(env_id: str) -> tuple[str, str | None]:
-    """The name and the version in an id; anything that could be a path is refused.
+    """The name and the version in an id. Anything that could be a path is refused.
 
     >>> split_id("primeintellect/alphabet-sort@0.1.4")
     ('alphabet-sort', '0.1.4')
@@ -66,7 +66,7 @@ def split_id(env_id: str) -> tuple[str, str | None]:
 
 
 def find_module(env_id: str, environments_dir: str | Path = "environments") -> ModuleType:
-    """The module of an environment, imported: that of its name, or with ``_env`` where another package has the name."""
+    """Import the module of an environment: that of its name, or of its name with ``_env``."""
     name, _ = split_id(env_id)
     offer_stand_ins()
     own = name.replace("-", "_")
@@ -78,14 +78,14 @@ def find_module(env_id: str, environments_dir: str | Path = "environments") -> M
                 return module
     if _is_no_package(own):
         whose = "this library itself" if own.partition(".")[0] == "verifiers" else "a module of Python"
-        raise ValueError(f"{env_id!r} is not an environment: {own} is {whose}; vf list shows what there is")
+        raise ValueError(f"{env_id!r} is not an environment: {own} is {whose}; vf list shows the environments")
     if (folder / own).is_dir() or own in sys.modules:
         raise ValueError(f"{env_id!r} is not an environment: {own} has no load_environment()")
     raise ValueError(_not_found(env_id, own, folder))
 
 
 def _import_local(module_name: str, folder: Path) -> ModuleType | None:
-    """A module, a package, or a package in its project's folder; what is local wins over what is installed."""
+    """Import a module, a package, or a package in its project's folder. Local modules override installed ones."""
     home = folder / module_name
     for path in (home / f"{module_name}.py", home / "__init__.py", home / module_name / "__init__.py"):
         if not path.is_file():
@@ -117,7 +117,7 @@ def _is_at(module: ModuleType, path: Path) -> bool:
 
 
 def _is_no_package(module_name: str) -> bool:
-    """Importing these finds no environment, and some of them do things when they are imported."""
+    """Modules of this library and of Python are not environments, and importing some of them has side effects."""
     top = module_name.partition(".")[0]
     return top == "verifiers" or top in sys.stdlib_module_names
 
@@ -128,18 +128,18 @@ def _import_installed(module_name: str) -> ModuleType | None:
     try:
         return importlib.import_module(module_name)
     except SystemExit as error:
-        raise ImportError(f"{module_name!r} ends the program when it is imported ({error.code!r})") from error
+        raise ImportError(f"{module_name!r} calls exit({error.code!r}) when it is imported") from error
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.partition(".")[0] == module_name.partition(".")[0]:
             return None
         raise ImportError(
             f"the environment {module_name!r} needs the module {error.name!r}, which is not installed; "
-            "its pyproject.toml or README names the package that has it"
+            "see its pyproject.toml or README for the package to install"
         ) from error
 
 
 def _check_version(env_id: str, module_name: str, version: str) -> None:
-    """Of what was loaded: a folder says its version itself, whatever else of this name is installed."""
+    """Check the version of the loaded module, which for a folder is that of its own pyproject.toml."""
     if version == "latest":
         return
     name = module_name.replace("_", "-")
@@ -149,11 +149,11 @@ def _check_version(env_id: str, module_name: str, version: str) -> None:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            said = f"{env_id!r} asks for version {version}, but {name!r} is not an installed package"
-            raise ValueError(said) from None
+            message = f"{env_id!r} requires version {version}, but {name!r} is not an installed package"
+            raise ValueError(message) from None
     if found != version:
-        where = f"is what {path.parent} holds" if path and path.name == "pyproject.toml" else "is installed"
-        raise ValueError(f"{env_id!r} asks for version {version}, but {found} {where}")
+        where = f"is in {path.parent}" if path and path.name == "pyproject.toml" else "is installed"
+        raise ValueError(f"{env_id!r} requires version {version}, but {found} {where}")
 
 
 def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any]) -> None:
@@ -167,11 +167,11 @@ def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any])
 
 
 def _not_found(env_id: str, module_name: str, folder: Path) -> str:
-    """Names of packages are not guessed: on an index anyone may have taken this one."""
+    """The message. It does not suggest a package on an index, where the name may be somebody else's."""
     local = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     installed = [one.metadata["Name"].replace("-", "_") for one in importlib.metadata.distributions() if needs_us(one)]
     close = difflib.get_close_matches(module_name, [*bundled_names(), *local, *installed], n=3)
-    said = f"there is no environment {env_id!r}: not in {folder}, not installed, and not among those of this library."
+    message = f"there is no environment {env_id!r}: not in {folder}, not installed, and not bundled with this library."
     if close:
-        said += f" Did you mean {', '.join(dict.fromkeys(close))}?"
-    return f"{said} vf list shows all there are; vf install takes a folder, a wheel, git+URL, or org/name of a hub"
+        message += f" Did you mean {', '.join(dict.fromkeys(close))}?"
+    return f"{message} vf list shows all of them; vf install takes a folder, a wheel, git+URL, or org/name on a hub"

@@ -1,4 +1,4 @@
-"""Tools from servers of the Model Context Protocol, started when they are first needed."""
+"""Tools of Model Context Protocol (MCP) servers, which are started on first use."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["MCPEnv", "MCPServerConfig"]
 class MCPEnv(ToolEnv):
     """A `ToolEnv` whose tools are those of MCP servers: ``mcp_servers=[{"name": …, "command": …, "args": […]}]``.
 
-    A server is a process on this machine (``command``) or reached over HTTP (``url``). Servers start with the first
-    rollout and end with the environment; all rollouts share them, unless ``per_rollout`` gives each rollout its own.
-    Functions given as ``tools`` stand beside theirs.
+    A server is a process on this machine (``command``) or is reached over HTTP (``url``). Servers start with the first
+    rollout and end with the environment. All rollouts share them, unless ``per_rollout`` gives each rollout its own.
+    Functions passed as ``tools`` are offered too.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MCPEnv(ToolEnv):
     ) -> None:
         configs = [as_config(given) for given in mcp_servers]
         if not configs:
-            raise ValueError("MCPEnv needs at least one of mcp_servers")
+            raise ValueError("MCPEnv needs at least one server in mcp_servers")
         if twice := [name for name, count in Counter(config.name for config in configs).items() if count > 1]:
             raise ValueError(f"two MCP servers are named {twice[0]!r}; give them different names")
         if per_rollout:
@@ -49,7 +49,7 @@ class MCPEnv(ToolEnv):
         super().__init__(max_turns=max_turns, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The servers of rollouts under way stay where they are."""
+        """The servers of running rollouts are not pickled."""
         return {key: value for key, value in super().__getstate__().items() if key not in ("_own", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -64,13 +64,13 @@ class MCPEnv(ToolEnv):
         return await super().start(state)
 
     def tell(self, state: State) -> None:
-        if self._is_connected:  # before that nobody knows what there is to tell
+        if self._is_connected:  # before that, the tools are not known
             super().tell(state)
 
     # --- servers --------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        """Start the shared servers that are not running; the tools of all are added once."""
+        """Start the shared servers that are not running. The tools of all servers are added once."""
         if not self._is_connected or not all(server.is_running for server in self._shared):
             await calls.in_thread(self._start_servers)
 
@@ -84,7 +84,7 @@ class MCPEnv(ToolEnv):
             self._add_tools([server.start() for server in self.servers])
             self._is_connected = True
             for server in self.servers:
-                if server.config.per_rollout:  # it was asked for its tools, and is not used
+                if server.config.per_rollout:  # it was started only to list its tools
                     server.stop()
 
     @property
@@ -92,10 +92,10 @@ class MCPEnv(ToolEnv):
         return [server for server in self.servers if not server.config.per_rollout]
 
     connect = calls.both(_connect)
-    """Start the servers now rather than with the first rollout, so that ``env.tools`` is filled."""
+    """Start the servers now rather than with the first rollout, so that ``env.tools`` is complete."""
 
     def _add_tools(self, listed: Sequence[Sequence[Tool]]) -> None:
-        """Offer the servers' tools: under their own names, or with the server's in front where two are the same."""
+        """Add the servers' tools under their own names, or prefixed with the server's name if a name is not unique."""
         names = Counter(name for tools in listed for name in {tool.name for tool in tools})
         names.update(tool.name for tool in self.toolbox)
         for server, tools in zip(self.servers, listed, strict=True):
@@ -105,7 +105,7 @@ class MCPEnv(ToolEnv):
         self._tell_endpoint()
 
     def _free(self, name: str, names: Mapping[str, int]) -> str:
-        """The name, with a number after it where another tool has it already."""
+        """The name, with a number appended if another tool has it already."""
         free, number = name, 2
         while free in self.toolbox or (free != name and free in names):
             suffix = f"_{number}"
@@ -113,7 +113,7 @@ class MCPEnv(ToolEnv):
         return free
 
     async def _start_own(self, state: State) -> None:
-        """Start the servers that are this rollout's alone."""
+        """Start this rollout's own servers."""
         configs = [server.config for server in self.servers if server.config.per_rollout]
         if configs:
             own = {config.name: MCPServer(config) for config in configs}
@@ -128,13 +128,13 @@ class MCPEnv(ToolEnv):
 
     @cleanup
     async def stop_own_servers(self, state: State) -> None:
-        """End the servers of a rollout that is over."""
+        """Stop the servers of a finished rollout."""
         for server in self._own.pop(state["trajectory_id"], {}).values():
             await calls.in_thread(server.stop)
 
     @teardown
     async def stop_servers(self) -> None:
-        """End the servers."""
+        """Stop all servers."""
         left = [server for own in self._own.values() for server in own.values()]
         for server in [*self.servers, *left]:
             await calls.in_thread(server.stop)

@@ -1,4 +1,4 @@
-"""Turns: the model speaks, the environment answers, until a stop condition is met."""
+"""Rollouts with turns: the model replies and the environment responds until a stop condition is met."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from verifiers.types import ChatMessage, Messages, State, TrajectoryStep, TurnCo
 
 
 class MultiTurnEnv(Environment):
-    """An environment that answers back: define ``env_response``, and ``is_completed`` or a ``@vf.stop`` method."""
+    """An environment that responds to the model. Define ``env_response``, and ``is_completed`` or a ``@vf.stop``."""
 
     def __init__(self, max_turns: int = 10, **kwargs: Any) -> None:
-        if type(self) is MultiTurnEnv and max_turns != 1:  # before it asks for rows that would not help
+        if type(self) is MultiTurnEnv and max_turns != 1:  # checked first, before an error about missing rows
             raise TypeError("MultiTurnEnv must be subclassed: define env_response(messages, state)")
         super().__init__(**kwargs)
         given: object = max_turns
         if not isinstance(given, Real):
-            raise TypeError(f"max_turns={max_turns!r}: it is a number, or -1 for no limit")
+            raise TypeError(f"max_turns={max_turns!r} must be a number, or -1 for no limit")
         self.max_turns = max_turns
         is_silent = type(self)._env_response is MultiTurnEnv._env_response and self._hook("env_response") is None
         if max_turns != 1 and is_silent and self._hook("get_prompt_messages") is None:
@@ -62,7 +62,7 @@ class MultiTurnEnv(Environment):
         return state.get("final_env_response") is not None
 
     async def ask_completed(self, state: State) -> bool:
-        """The marked stop conditions first, then a subclass's own ``is_completed``."""
+        """Check the stop conditions first, then a subclass's ``is_completed``."""
         if await self.meets_a_stop(state):
             return True
         hook = self._hook("is_completed")
@@ -76,29 +76,29 @@ class MultiTurnEnv(Environment):
         state["stop_condition"] = state.get("stop_condition") or "is_completed"
         return True
 
-    # --- the steps of a turn, each open to be overridden ----------------------------------------------------------
+    # --- the steps of a turn, which subclasses may override -------------------------------------------------------
 
     async def _setup_state(self, state: State) -> State:
-        """Override to add what a rollout of this environment needs in its state."""
+        """Override to add to the state what a rollout needs."""
         return state
 
     setup_state = calls.both(_setup_state)
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Override: what the environment says to the model's last message."""
+        """Override: the environment's response to the model's last message."""
         raise NotImplementedError(f"{type(self).__name__} has no env_response")
 
     env_response = calls.both(_env_response)
 
     def _foreign(self, name: str) -> calls.Hook:
-        """A method of a built-in environment that runs foreign code: called as a user's hook is, within its limits."""
+        """A method of a built-in environment that runs foreign code, as a hook with its time limit."""
         hook = self._hook(name)
         if hook is None:
             raise NotImplementedError(f"{type(self).__name__} has no {name}")
         return hook
 
     async def _get_prompt_messages(self, state: State) -> Messages:
-        """What the model is shown next: the row's prompt, or the conversation with the environment's answer."""
+        """The next prompt: that of the row, or the conversation with the environment's response."""
         messages = self.conversation(state)
         if not state["trajectory"]:
             return messages
@@ -106,9 +106,9 @@ class MultiTurnEnv(Environment):
         shown = list(messages) if isinstance(messages, list) else messages
         result = await (self._env_response(shown, state) if hook is None else hook(shown, state))
         reply: Messages
-        said, update = split_response(result)
+        response, update = split_response(result)
         merge_state(state, update)
-        reply = _reply_of(said, messages)
+        reply = _as_reply(response, messages)
         if isinstance(messages, str):
             reply = "".join(map(text_of, reply))
         after = concat_messages([messages, reply])
@@ -119,7 +119,7 @@ class MultiTurnEnv(Environment):
     get_prompt_messages = calls.both(_get_prompt_messages)
 
     async def _is_over(self, messages: Messages, state: State) -> bool:
-        """Has what the environment did, or said, ended the rollout?"""
+        """Whether the environment's response has ended the rollout."""
         if state.get("completed") is True or await self.meets_a_stop(state, messages, is_after_answer=True):
             return True
         own = self._hook("is_completed") if self._reads_messages else None
@@ -132,7 +132,7 @@ class MultiTurnEnv(Environment):
     add_trajectory_step = calls.both(_add_trajectory_step)
 
     async def _add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
-        """Keep a reply as a step of the trajectory."""
+        """Add a reply to the trajectory as a step."""
         await self.keep_step(state, self.make_step(state, prompt_messages, response))
 
     def make_step(self, state: State, prompt_messages: Messages, response: Any) -> Step:
@@ -168,19 +168,19 @@ class MultiTurnEnv(Environment):
         final = state.get("final_env_response")
         if final:
             whole = concat_messages([whole, final])
-        # A prompt hook may show less than the prompt: what the model replied to that is there all the same.
+        # The last prompt may be shorter than the row's, by a prompt hook; the model's reply must still be included.
         state["completion"] = whole[min(len(state["prompt"]), len(state["trajectory"][-1]["prompt"])) :]
 
     render_completion = calls.both(_render_completion)
 
-    # --- what the episode loop asks -------------------------------------------------------------------------------
+    # --- the interface for the episode loop -----------------------------------------------------------------------
 
     async def play(self, state: State) -> State:
         self.tear_down_at_exit()
         return await run_episode(self, state)
 
     async def start(self, state: State) -> State:
-        """``initial_state(row)`` and ``setup_state(state)``, where a subclass has them."""
+        """Call ``initial_state(row)`` and ``setup_state(state)``, if a subclass has them."""
         initial = self._hook("initial_state")
         if initial is not None:
             merge_state(state, await initial(state["input"]))
@@ -206,7 +206,7 @@ class MultiTurnEnv(Environment):
         return prompt
 
     async def ask_model(self, state: State, prompt: Messages) -> None:
-        """One turn of the model; a reply the parser can make nothing of is asked for again."""
+        """One turn of the model. Retries up to ``max_retries`` times if the parser finds nothing in the reply."""
         ask = self._hook("get_model_response")
         for left in range(self.max_retries, -1, -1):
             if ask is None:
@@ -214,7 +214,7 @@ class MultiTurnEnv(Environment):
             else:
                 args, kwargs = ask_arguments(ask.function, state, prompt, self.message_type)
                 response = await ask(*args, **kwargs)
-            if not left or understands(self.parser, self.read_reply(response)):
+            if not left or is_parsable(self.parser, self.read_reply(response)):
                 break
             state["parse_retries"] = state.get("parse_retries", 0) + 1
         add = self._hook("add_model_response")
@@ -223,7 +223,7 @@ class MultiTurnEnv(Environment):
             raise HookError("the turn was not kept: add_trajectory_step appends it to state['trajectory']")
 
     async def finish(self, state: State) -> None:
-        """Render the completion, then clean up, whatever happened before."""
+        """Render the completion, then clean up even if that fails."""
         render = self._hook("render_completion")
         try:
             await (self._render_completion if render is None else render)(state)
@@ -234,25 +234,25 @@ class MultiTurnEnv(Environment):
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
 
 
-def _reply_of(said: Any, messages: Messages) -> list[ChatMessage]:
-    """What ``env_response`` returned beside the state, as messages that say whose they are."""
+def _as_reply(response: Any, messages: Messages) -> list[ChatMessage]:
+    """What ``env_response`` returned besides the state, as messages with roles."""
     try:
-        reply = as_messages(said if said is not None else [])
+        reply = as_messages(response if response is not None else [])
         is_reply = all("role" in message for message in reply)
     except TypeError:
         is_reply = False
     if not is_reply:
         raise HookError(
-            f"env_response returned {said!r:.200}; it returns a text, a message with a role, a list of messages, "
-            "or one of these and a state"
+            f"env_response returned {response!r:.200}; it must return a text, a message with a role, a list of "
+            "messages, or one of these and a state"
         )
-    if messages and type(said) is type(messages) and said[: len(messages)] == messages:
-        raise HookError("env_response returned the whole conversation; it returns only what the environment says next")
+    if messages and type(response) is type(messages) and response[: len(messages)] == messages:
+        raise HookError("env_response returned the whole conversation; it must return only the environment's response")
     return reply
 
 
 def turn_limit(limit: int | None, max_turns: int | None, *, name: str, default: int) -> int:
-    """The turns that a game may last, by its own name for it or as ``max_turns``, where less than 1 is no limit.
+    """The largest number of turns of a game, from its own argument or ``max_turns``, where less than 1 is no limit.
 
     >>> turn_limit(None, 8, name="max_moves", default=100), turn_limit(None, None, name="max_moves", default=100)
     (8, 100)
@@ -260,12 +260,12 @@ def turn_limit(limit: int | None, max_turns: int | None, *, name: str, default: 
     if max_turns is None:
         return default if limit is None else limit
     if limit is not None and limit != max_turns:
-        raise ValueError(f"{name}={limit} and max_turns={max_turns} are two names for the same thing; give one")
+        raise ValueError(f"{name}={limit} and max_turns={max_turns} are two names for the same argument; pass one")
     return max_turns if max_turns > 0 else sys.maxsize
 
 
-def understands(parser: Parser, reply: Completion) -> bool:
-    """Can the parser make anything of this reply? A tool call needs no parsing."""
+def is_parsable(parser: Parser, reply: Completion) -> bool:
+    """Whether the parser finds anything in this reply. A tool call needs no parsing."""
     if reply.message.get("tool_calls"):
         return True
     try:

@@ -1,8 +1,8 @@
-"""The calls of the model that a rollout made by itself → steps of its trajectory, with their exact tokens.
+"""The model calls of an overridden rollout → steps of its trajectory, with exact tokens.
 
-Each reply in the completion is looked up: in the trajectory that the library kept, if it kept one, and else among the
-policy's calls. What else was asked (of a judge, or in vain) is not the policy's reply and is left out. What cannot be
-found is never guessed: the state says why it cannot be learned from.
+Each reply in the completion is looked up in the trajectory that the library recorded, if any, and else among the
+policy's calls. Other calls (to a judge, or with unused replies) are left out. If a reply is not found, nothing is
+guessed: the state says why it cannot be trained on.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from verifiers.samples import NO_TOKENS, NotSampledError
 from verifiers.types import ChatMessage, State, TrajectoryStep, TrajectoryStepTokens
 
 SPEAKING_HOOKS = ("env_response", "get_prompt_messages", "add_model_response", "render_completion")
-"""Hooks that can put more of what a model said into a rollout than the library's own turns."""
+"""Hooks that can add replies of the model to a rollout besides the library's turns."""
 _ADD_IT = "add it by add_model_response(state, prompt, response)"
-_UNSEEN = "calls from threads of your own, or through a client that is not ours, are not seen"
+_UNSEEN = "calls from your own threads, or through a client that is not ours, are not recorded"
 _NOT_GIVEN = (
-    f"its completion holds a reply that no call of the policy gave: leave replies as they were sampled, or {_ADD_IT}; "
-    f"{_UNSEEN}"
+    "its completion contains a reply that no call of the policy returned: do not change sampled replies, or "
+    f"{_ADD_IT}; {_UNSEEN}"
 )
 
 
 def add_steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None, *, is_own: bool = True) -> None:
-    """Complete the trajectory by the calls that the library did not keep; or ``state.not_sampled`` says why not.
+    """Add calls that the library did not record to the trajectory; if that fails, set ``state.not_sampled``.
 
-    ``is_own``: a ``rollout`` of the user's own made it. Else only the hooks of one may have asked for more.
+    ``is_own``: a user's ``rollout`` made the calls. Otherwise only the user's hooks may have made additional calls.
     """
     if state.get("error") is not None or not (made or state.get("completion")):
         return
@@ -53,14 +53,14 @@ def add_steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None, 
 
 
 def _refuse(state: State, reason: str) -> None:
-    """What the library kept is a part only, so it goes without its tokens, also where it is saved."""
+    """Remove the tokens from the trajectory, because it is incomplete."""
     state.not_sampled = reason
     state["trajectory"] = [type(step)({**step, "tokens": None}) for step in state.get("trajectory") or ()]
 
 
 @dataclass(eq=False, slots=True)
-class _Said:
-    """A reply of the policy: a step that was kept, or a call that was not."""
+class _Reply:
+    """A reply of the policy: a step in the trajectory, or a call that is not in it."""
 
     prompt: Any
     reply: ChatMessage
@@ -73,33 +73,33 @@ class _Said:
 def _steps(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> list[TrajectoryStep]:
     kept = state.get("trajectory") or []
     if not made and not kept:
-        raise NotSampledError(f"no call of the model was seen in its rollout; {_UNSEEN}")
-    said = _all_said(state, made, max_seq_len)
+        raise NotSampledError(f"no model call was recorded in its rollout; {_UNSEEN}")
+    replies = _policy_replies(state, made, max_seq_len)
     completion = state.get("completion") or []
     if kept and isinstance(completion, str):
-        _look_up_text(completion, said)
+        _look_up_text(completion, replies)
     else:
-        _look_up_messages(completion, as_messages(state.get("prompt") or []), said)
-    used = [one for one in said if one.step is not None or one.is_used]
+        _look_up_messages(completion, as_messages(state.get("prompt") or []), replies)
+    used = [one for one in replies if one.step is not None or one.is_used]
     return [one.step or _step(state, one, completion, max_seq_len) for one in used]
 
 
-def _all_said(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> list[_Said]:
-    """The replies of the policy, in the order of the calls; steps that no call gave (of a cache) after those before."""
+def _policy_replies(state: State, made: Sequence[ModelCall], max_seq_len: int | None) -> list[_Reply]:
+    """The replies of the policy in the order of the calls. Steps without a call (from a cache) follow earlier steps."""
     policy = state.answerer.client
-    calls: list[_Said] = []
+    calls: list[_Reply] = []
     of_others: set[Any] = set()
     for call in made:
         cut = [step_tokens(reply.tokens, max_seq_len) for reply in call.replies]
         if is_asked_through(policy, call.client):
             pairs = zip(call.replies, cut, strict=True)
-            calls += [_Said(call.request.prompt, one.message, ids, call=(call.request, one)) for one, ids in pairs]
+            calls += [_Reply(call.request.prompt, one.message, ids, call=(call.request, one)) for one, ids in pairs]
         else:
             of_others |= {_ids(ids) for ids in cut if ids is not None}
-    unmatched: dict[Any, list[_Said]] = defaultdict(list)
+    unmatched: dict[Any, list[_Reply]] = defaultdict(list)
     for one in reversed(calls):
         unmatched[_ids(one.tokens)].append(one)
-    first: list[_Said] = []
+    first: list[_Reply] = []
     for step in state.get("trajectory") or ():
         ids = _ids(step.get("tokens"))
         replies = [m for m in as_messages(step["completion"], role="assistant") if role_of(m) == "assistant"]
@@ -108,10 +108,10 @@ def _all_said(state: State, made: Sequence[ModelCall], max_seq_len: int | None) 
         if given is not None:
             given.prompt, given.reply, given.step = step["prompt"], reply, step
         elif ids in of_others:
-            raise NotSampledError("a step of its trajectory is the reply of another client than the policy's")
+            raise NotSampledError("a step of its trajectory is a reply of a client other than the policy's")
         else:
             known = [i for i, one in enumerate(calls) if one.step is not None]
-            late = _Said(step["prompt"], reply, step.get("tokens"), step=step)
+            late = _Reply(step["prompt"], reply, step.get("tokens"), step=step)
             first.append(late) if not known else calls.insert(known[-1] + 1, late)
     return [*first, *calls]
 
@@ -120,20 +120,20 @@ def _ids(tokens: TrajectoryStepTokens | None) -> Any:
     return None if tokens is None else (tuple(tokens["prompt_ids"]), tuple(tokens["completion_ids"]))
 
 
-def _prompt_ids(one: _Said) -> Any:
+def _prompt_ids(one: _Reply) -> Any:
     return None if one.tokens is None else tuple(one.tokens["prompt_ids"])
 
 
-def _look_up_messages(completion: Any, prompt: list[ChatMessage], said: Sequence[_Said]) -> None:
-    """Mark the replies that are in the completion; one that nobody said is an edit of what was kept, or an error."""
+def _look_up_messages(completion: Any, prompt: list[ChatMessage], replies: Sequence[_Reply]) -> None:
+    """Mark the replies in the completion as used. An unknown reply is an edit of a recorded one, or an error."""
     unknown: list[ChatMessage] = []
     before, messages = prompt, as_messages(completion, role="assistant")
-    steps = [one for one in said if one.step is not None]
+    steps = [one for one in replies if one.step is not None]
     if not steps and all(role_of(message) != "assistant" for message in messages):
-        raise NotSampledError("its completion holds no reply of the model, though the model was asked")
+        raise NotSampledError("its completion contains no reply of the model, although the model was called")
     for message in messages:
         if role_of(message) == "assistant":
-            found = _find(message, before[-1:], said)
+            found = _find(message, before[-1:], replies)
             if found is None:
                 unknown.append(message)
             else:
@@ -141,30 +141,30 @@ def _look_up_messages(completion: Any, prompt: list[ChatMessage], said: Sequence
         before = [*before, message]
     shown = [message for one in steps for message in as_messages(one.prompt) if role_of(message) == "assistant"]
     edited = [message for message in unknown if not any(_is_same(one, message) for one in shown)]
-    if (unknown and _has_spare(said)) or len(edited) > sum(not one.is_used for one in steps):
+    if (unknown and _has_spare(replies)) or len(edited) > sum(not one.is_used for one in steps):
         raise NotSampledError(_NOT_GIVEN)
 
 
-def _look_up_text(completion: str, said: Sequence[_Said]) -> None:
-    """The same where replies and answers are one text: first the steps in their order, then other calls in the rest."""
+def _look_up_text(completion: str, replies: Sequence[_Reply]) -> None:
+    """The same for a completion that is one text: first look up the steps in order, then other calls in the rest."""
     rest = completion
-    for one in sorted(said, key=lambda one: one.step is None):
+    for one in sorted(replies, key=lambda one: one.step is None):
         text = text_of(one.reply).strip()
         if text and text in rest:
             one.is_used = True
             rest = rest.replace(text, "\0", 1)
-    last = [one for one in said if one.step is not None][-1]
-    if completion not in f"{text_of(last.prompt)}{text_of(last.reply)}" and _has_spare(said):
+    last = [one for one in replies if one.step is not None][-1]
+    if completion not in f"{text_of(last.prompt)}{text_of(last.reply)}" and _has_spare(replies):
         raise NotSampledError(_NOT_GIVEN)
 
 
-def _has_spare(said: Sequence[_Said]) -> bool:
-    """Is there a call whose reply is not in the completion as it was said? It may be there as something else."""
-    asked = {_prompt_ids(one) for one in said if one.step is not None}  # repeated for want of form: dropped for sure
-    return any(one.step is None and not one.is_used and _prompt_ids(one) not in asked for one in said)
+def _has_spare(replies: Sequence[_Reply]) -> bool:
+    """Whether the reply of some call is not in the completion, and so may be there in an edited form."""
+    asked = {_prompt_ids(one) for one in replies if one.step is not None}  # a retry of a turn: its reply was dropped
+    return any(one.step is None and not one.is_used and _prompt_ids(one) not in asked for one in replies)
 
 
-def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) -> TrajectoryStep:
+def _step(state: State, found: _Reply, completion: Any, max_seq_len: int | None) -> TrajectoryStep:
     assert found.call is not None
     request, reply = found.call
     sampled = reply.tokens
@@ -186,9 +186,9 @@ def _step(state: State, found: _Said, completion: Any, max_seq_len: int | None) 
     )
 
 
-def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) -> _Said | None:
-    """Who said a message of the completion and no other one: first a step that was kept, then a call."""
-    same = [one for one in said if not one.is_used and _is_same(one.reply, message)]
+def _find(message: ChatMessage, before: Sequence[Any], replies: Sequence[_Reply]) -> _Reply | None:
+    """The unused reply that is this message of the completion: preferably a step, else a call."""
+    same = [one for one in replies if not one.is_used and _is_same(one.reply, message)]
     if not same:
         return None
     kept = [one for one in same if one.step is not None]
@@ -200,20 +200,20 @@ def _find(message: ChatMessage, before: Sequence[Any], said: Sequence[_Said]) ->
         raise NotSampledError(NO_TOKENS)
     if len({_prompt_ids(one) for one in known}) > 1:
         raise NotSampledError(
-            "several calls with different prompts gave a reply in its completion, and it cannot be told which one is "
-            f"meant: {_ADD_IT}"
+            "several calls with different prompts returned the same reply, so it is not clear which one is in its "
+            f"completion: {_ADD_IT}"
         )
     return known[0]
 
 
 def _is_same(reply: ChatMessage, message: ChatMessage) -> bool:
-    """Is this the same reply, but for space around it and the ids of its calls?"""
+    """Whether two replies are equal except for surrounding white space and the ids of tool calls."""
     is_same_text = text_of(reply).strip() == text_of(message).strip()
     return is_same_text and called_functions(reply) == called_functions(message)
 
 
 def _ends_with(prompt: Any, before: Sequence[Any]) -> bool:
-    """Does a prompt end with what stands before a reply in its rollout?"""
+    """Whether a prompt ends with the message before a reply in its rollout."""
     if not isinstance(prompt, str) and any(isinstance(token, int) for token in prompt):
         return False
     last = as_messages(prompt)[-1:]

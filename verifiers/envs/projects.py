@@ -1,4 +1,4 @@
-"""The project of an environment: the ``pyproject.toml`` that its module came with, and whether a package is one."""
+"""Finds the ``pyproject.toml`` of an environment's module, and tells whether a package depends on this library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def find_pyproject(module_name: str) -> Path | None:
-    """Beside the module, or above the package; only one of this very name, for a folder may hold several modules."""
+    """The pyproject.toml beside a module or above its package, if it has the module's name."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if file is None:
         return None
@@ -33,12 +33,12 @@ def _plain(name: Any) -> str:
 
 
 def needs_us(distribution: importlib.metadata.Distribution) -> bool:
-    """An environment package depends on this library; looking into every installed file would take seconds."""
+    """Whether a package depends on this library, as environments do. (Searching all installed files takes seconds.)"""
     return any(_starts_with_us(need) for need in distribution.requires or ())
 
 
 def _starts_with_us(need: str) -> bool:
-    """Is a requirement one of this library?
+    """Whether a requirement is for this library.
 
     >>> _starts_with_us("verifiers>=0.1.9"), _starts_with_us("verifiers-extra"), _starts_with_us("openai")
     (True, False, False)

@@ -1,4 +1,4 @@
-"""A notebook for the model: a python tool whose variables live on from call to call."""
+"""A ``python`` tool that keeps its variables between calls, like a notebook."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PACKAGES = ("numpy", "sympy")
 
 
 class PythonEnv(SandboxEnv):
-    """An environment with one tool, ``python``, in a sandbox that keeps its state through the rollout.
+    """An environment with one tool, ``python``, in a sandbox that keeps its state during the rollout.
 
-    ``packages`` are imported beforehand, where they are installed, so that a cell need not wait for them.
+    ``packages`` are imported in advance if they are installed, so that cells do not wait for them.
     """
 
     language: ClassVar[Language] = "python"

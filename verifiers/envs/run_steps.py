@@ -1,4 +1,4 @@
-"""What a run does with each of its jobs: a rollout, its score, a line on disk. Nothing of it ends the run by itself."""
+"""What a run does with each job: run the rollout, score it, save it. Errors in a rollout or its score end no run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Player(Protocol):
-    """Who plays and scores the rollouts of a run: the environment itself, or copies of it in other processes."""
+    """Runs and scores the rollouts of a run: the environment itself, or copies of it in other processes."""
 
     async def run_row(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs) -> State: ...
 
@@ -32,7 +32,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSteps:
-    """The steps of one run; `verifiers.runner.Run` says when each is taken."""
+    """The steps of one run, which `verifiers.runner.Run` calls."""
 
     env: Environment
     player: Player
@@ -46,8 +46,8 @@ class RunSteps:
     restored: Mapping[tuple[Any, int], State]
 
     async def generate(self, job: Job) -> State:
-        """One rollout; one that is on disk already is only scored again with its group."""
-        ask_for(name_rollout(job.row["example_id"], job.repeat))  # until this worker's next job: its scoring too
+        """Run one rollout. A saved one that is scored again with its group is returned as it is."""
+        ask_for(name_rollout(job.row["example_id"], job.repeat))  # also for its scoring, until this worker's next job
         if job.key in self.restored:
             return self.restored[job.key]
         if job.error is not None:
@@ -56,11 +56,11 @@ class RunSteps:
             return await self.player.run_row(job.row, self.answerer, self.sampling)
         except NotBegunError:
             raise
-        except BaseException as error:  # foreign code that no one on the way looked at
+        except BaseException as error:  # foreign code
             return self.env.failed_state(job.row, self.answerer, self.sampling, contained(error))
 
     async def score_alone(self, state: State) -> Score:
-        """What can be said of one rollout; what was said of one on disk stays, as not all of its state is there."""
+        """Score one rollout. A saved rollout keeps its score, because its state is incomplete."""
         if hasattr(state, "saved_score"):
             saved: Score = state.saved_score
             return saved
@@ -73,9 +73,9 @@ class RunSteps:
         await score_group(self.player, states, scores)
 
     def fail(self, job: Job, cause: Error) -> State:
-        """A rollout that is not begun any more."""
+        """The failed state of a rollout that will not run."""
         state = self.env.failed_state(job.row, self.answerer, self.sampling, cause)
-        state["error"] = cause  # as it is: one cause for all
+        state["error"] = cause  # not wrapped, so that all have the same cause
         return state
 
     def save(self, job: Job, state: State) -> None:
@@ -84,18 +84,18 @@ class RunSteps:
             end = self.appender.path.stat().st_size if is_large(state.get("completion")) else 0
             record = _record(state, job.repeat, self.columns)
             if job.key in self.restored and is_failed(record):
-                record["usage"] = None  # what it took is told by the line that still counts
+                record["usage"] = None  # already in the saved line, which still counts
             self.appender.append(record)
             lighten(state, Place(self.appender.path, end, key_of(record)))
         except ResultsGoneError:
             raise
         except OSError as error:
-            error.add_note("the run ends here: nothing more can be saved; what was saved before can be resumed")
+            error.add_note("the run ends, because results can no longer be saved; it can be resumed")
             raise
 
 
 async def score_alone(player: Player, state: State) -> Score:
-    """What can be said of one rollout; whatever a rubric of one's own raises is the error of this one."""
+    """Score one rollout. An exception of a user's rubric becomes the error of this rollout."""
     try:
         return await player.score_alone(state)
     except BaseException as error:  # foreign code
@@ -103,7 +103,7 @@ async def score_alone(player: Player, state: State) -> Score:
 
 
 async def score_group(player: Player, states: Sequence[State], scores: Sequence[Score]) -> None:
-    """Add what only the whole group can say, or the error that kept it from being said."""
+    """Add the group rewards to the scores, or the error if that fails."""
     try:
         with asking_for(name_rollout(states[0].get("example_id") if states else None, None)):
             await player.add_group_scores(states, scores)
@@ -116,13 +116,13 @@ async def score_group(player: Player, states: Sequence[State], scores: Sequence[
 def _record(state: State, rollout: int, columns: Sequence[str]) -> Record:
     try:
         return to_record(state, rollout=rollout, state_columns=columns)
-    except BaseException as error:  # foreign objects in the state say how they are written
-        state["error"] = state.get("error") or wrap(contained(error), HookError, "writing the state down")
+    except BaseException as error:  # encoding calls methods of foreign objects in the state
+        state["error"] = state.get("error") or wrap(contained(error), HookError, "saving the state")
         state["reward"] = None
         plain = {key: state.get(key) for key in ("example_id", "task", "prompt", "answer", "error", "timing", "usage")}
         return to_record(plain, rollout=rollout)
 
 
 def key_of(record: Record) -> tuple[Any, int]:
-    """Which rollout of which example a record is."""
+    """The key of a record: its example id and the index of its rollout."""
     return record["example_id"], record["rollout"]

@@ -1,4 +1,4 @@
-"""The run directory of an evaluation, made anew or opened to go on with, and what it holds already."""
+"""The run directory of an evaluation: created, or opened to resume it, and its saved rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.envs.evaluation import Options
 
-_HOW_SCORED = ("score", "independent_scoring", "reward_weights")  # earlier versions did not write it down
+_HOW_SCORED = ("score", "independent_scoring", "reward_weights")  # missing in run directories of earlier versions
 
 
 def open_store(
@@ -33,10 +33,10 @@ def open_store(
     *,
     is_scored: bool,
 ) -> tuple[RunDir | None, set[tuple[Any, int]]]:
-    """The run directory, if the run is saved, locked for as long as it lasts, and the rollouts it already holds."""
+    """The run directory (None if the run is not saved), locked during the run, and the keys of finished rollouts."""
     path = options.resume if isinstance(options.resume, str | Path) else options.results_path
     if path is None and options.resume:
-        raise ValueError("resume=True needs results_path=…, the run directory to go on with; or pass resume='its path'")
+        raise ValueError("resume=True needs results_path=…, the run directory to resume; or pass resume='its path'")
     if path is None and not options.save_results:
         return None, set()
     config = {key: metadata[key] for key in ("env_id", "env_args", "model", "sampling_args", "rollouts_per_example")}
@@ -61,7 +61,7 @@ def open_store(
         locked.enter_context(run_dir.lock())
         return run_dir, set()
     if not options.resume:
-        raise FileExistsError(f"{path} already holds a run; pass resume=True to go on with it, or another results_path")
+        raise FileExistsError(f"{path} already contains a run; pass resume=True to resume it, or another results_path")
     run_dir = RunDir.open(path)
     run_dir.check_same(config, unless_unknown=_HOW_SCORED)
     locked.enter_context(run_dir.lock())
@@ -74,9 +74,9 @@ def open_store(
 def partial_groups(
     run_dir: RunDir, jobs: Sequence[Job], kept: set[tuple[Any, int]]
 ) -> tuple[dict[tuple[Any, int], State], set[str]]:
-    """Saved rollouts whose group is not complete: they are scored again with it, but not generated again.
+    """Saved rollouts of incomplete groups, which are scored again with their group, but not generated again.
 
-    The second is what functions will have looked for in their states without finding it.
+    The second value collects the names of keys that functions do not find in their states, because they are not saved.
     """
     sizes = Counter(job.row["example_id"] for job in jobs)
     partial = {job.row["example_id"] for job in jobs if job.key not in kept}
@@ -94,14 +94,14 @@ def partial_groups(
 
 
 def failed_before(run_dir: RunDir | None) -> set[Any]:
-    """The examples of which a rollout failed before the run was resumed."""
+    """The examples with a rollout that failed before the run was resumed."""
     if run_dir is None or not run_dir.attempts_path.is_file():
         return set()
     return {record["example_id"] for record in read_records(run_dir.attempts_path, ["example_id"])}
 
 
 def rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[tuple[Any, float | None]]:
-    """The rewards of rollouts that are there already, with their examples."""
+    """The example ids and rewards of saved rollouts."""
     if run_dir is not None and kept:
         for record in read_records(run_dir.path, ["example_id", "rollout", "reward"]):
             if key_of(record) in kept:
@@ -109,7 +109,7 @@ def rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[t
 
 
 def _fingerprint(jobs: Sequence[Job]) -> str:
-    """A digest of what is asked, so that a run is not resumed with other rows."""
+    """A digest of the rows, so that a run is not resumed with different ones."""
     digest = hashlib.sha256()
     for job in jobs:
         if job.repeat == 0:

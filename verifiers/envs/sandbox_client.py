@@ -1,4 +1,4 @@
-"""The sandbox service that 0.1.x talks to → the sessions of this machine: the calls that its environments make."""
+"""The client of 0.1.x's sandbox service, on top of the sandbox sessions of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifiers.errors import HookError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandResponse:
-    """What a command did."""
+    """The result of a command."""
 
     stdout: str
     stderr: str
@@ -22,7 +22,7 @@ class CommandResponse:
 
 
 class SandboxClient:
-    """What a subclass of `SandboxEnv` calls with ``state["sandbox_id"]``: commands, and files in and out."""
+    """For subclasses of `SandboxEnv`: runs commands and copies files in the sandbox ``state["sandbox_id"]``."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -33,7 +33,7 @@ class SandboxClient:
         """Run a bash command in a rollout's sandbox."""
         if self._sessions.language != "bash":
             raise HookError(
-                f"the sandbox of a PythonEnv starts no programs, so it cannot run {command!r:.80}: "
+                f"the sandbox of a PythonEnv cannot start programs such as {command!r:.80}: "
                 "use a SandboxEnv, or run Python there: await self.python(code, sandbox_id)"
             )
         session = self._sessions.named(sandbox_id)
@@ -43,7 +43,7 @@ class SandboxClient:
         return CommandResponse(stdout=result.stdout, stderr=failed, exit_code=code)
 
     async def upload_file(self, sandbox_id: str, file_path: str, local_file_path: str | Path, **_: Any) -> None:
-        """Put a file of this machine into a rollout's sandbox."""
+        """Copy a file of this machine into a rollout's sandbox."""
         content = await asyncio.to_thread(Path(local_file_path).read_bytes)
         await self._sessions.named(sandbox_id).write(file_path, content)
 
@@ -53,11 +53,11 @@ class SandboxClient:
         await asyncio.to_thread(Path(local_file_path).write_bytes, content)
 
     async def wait_for_creation(self, sandbox_id: str, **_: Any) -> None:
-        """A sandbox is there when it is first used; there is nothing to wait for."""
+        """Does nothing, because a sandbox is created on first use."""
 
 
 def in_folder(command: str, folder: str | None) -> str:
-    """A command that runs in a folder and leaves the shell where it was.
+    """A command that runs in a folder and does not change the shell's current folder.
 
     >>> in_folder("ls", None), in_folder("ls", "/a b")
     ('ls', "(cd '/a b' && ls\\n)")

@@ -1,4 +1,4 @@
-"""A shell for the model: a bash tool in a sandbox of its own for each rollout, with files in and out."""
+"""A bash tool for the model, with a separate sandbox and files for each rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verifiers.tools.programs import QUEUE_S, Language, report
 from verifiers.tools.tool import Tool, as_tool
 from verifiers.types import Messages, SamplingArgs, State
 
-# What 0.1.x says to a service that rents containers out.
+# Settings of 0.1.x for a service that rents containers.
 _NO_EFFECT = frozenset(
     (
         "advanced_configs",
@@ -47,14 +47,14 @@ _HIDDEN = ("state", "sandbox_id", "sandbox_state", "python_state", "working_dir"
 
 
 class SandboxEnv(StatefulToolEnv):
-    """An environment with a bash tool; folder, variables and files live on from call to call of a rollout.
+    """An environment with a bash tool, which keeps folder, variables and files between the calls of a rollout.
 
-    ``files`` are put into the sandbox, for all rollouts here or for one row in ``info["files"]``; those named in
-    ``collect`` are in ``state["files"]`` afterwards, where rewards find them. The sandbox is on this machine; with
-    ``backend="docker"``, ``"podman"`` or one of your own (`SandboxBackend`) it is there.
+    ``files`` are copied into the sandbox of every rollout, and those in a row's ``info["files"]`` into that of its
+    rollouts. Files named in ``collect`` are in ``state["files"]`` afterwards, for reward functions. By default the
+    sandbox is on this machine; ``backend`` may be ``"docker"``, ``"podman"`` or your own `SandboxBackend`.
 
-    As in 0.1.x, ``state["sandbox_id"]`` names a rollout's sandbox for ``self.sandbox_client``, tools may ask for a
-    hidden ``sandbox_id``, and ``post_rollout(state)`` runs before the sandbox is gone.
+    As in 0.1.x, ``state["sandbox_id"]`` is the id of a rollout's sandbox for ``self.sandbox_client``, tools may have a
+    hidden argument ``sandbox_id``, and ``post_rollout(state)`` runs before the sandbox is destroyed.
     """
 
     language: ClassVar[Language] = "bash"
@@ -90,7 +90,7 @@ class SandboxEnv(StatefulToolEnv):
         )
         super().__init__(tools=tools, max_turns=max_turns, **kwargs)
         self.sandbox_client = SandboxClient(self.sessions)
-        # The sandbox has its own limit on a cell; before that, calls may have to wait for a place in it.
+        # The sandbox limits the time of a cell itself; this limit is for waiting until the sandbox has a free slot.
         hidden = [name for name in inspect.signature(self.sandbox_tool).parameters if name in _HIDDEN]
         self.add_tool(as_tool(self.sandbox_tool, args_to_skip=hidden, timeout_s=QUEUE_S))
 
@@ -128,7 +128,7 @@ class SandboxEnv(StatefulToolEnv):
         return await self._run_cell(in_folder(command, working_dir), state, sandbox_id)
 
     async def _run_cell(self, code: str, state: State | None, sandbox_id: str | State | None) -> str:
-        if isinstance(sandbox_id, State):  # by position the rollout may be given itself, or by its id as in 0.1.9
+        if isinstance(sandbox_id, State):  # the second argument may be the state, or the sandbox's id as in 0.1.9
             state, sandbox_id = sandbox_id, None
         if state is not None:
             return await self.sessions.run(code, state)
@@ -138,11 +138,11 @@ class SandboxEnv(StatefulToolEnv):
         return report(await self.sessions.named(sandbox_id).run(code))
 
     async def post_rollout(self, state: State) -> None:
-        """Override to read results out of the sandbox at the end of a rollout, before it is gone."""
+        """Override to read results from the sandbox at the end of a rollout, before it is destroyed."""
 
     @cleanup(priority=-100)
     async def destroy_sandbox(self, state: State) -> None:
-        """Read the files to be kept, then end the rollout's sandbox."""
+        """Read the files to collect, then end the rollout's sandbox."""
         try:
             given = (self.conversation(state), state) if takes_messages(self.post_rollout) else (state,)
             await self.post_rollout(*given)  # with the messages first, as in 0.1.7
@@ -161,4 +161,4 @@ class SandboxEnv(StatefulToolEnv):
 def _warn_of(names: set[str]) -> None:
     if names:
         listed = ", ".join(sorted(names))
-        warnings.warn(f"{listed}: no effect; the sandbox is on this machine, with what is installed here", stacklevel=3)
+        warnings.warn(f"{listed}: no effect; the sandbox uses this machine and its installed software", stacklevel=3)

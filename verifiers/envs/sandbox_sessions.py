@@ -1,4 +1,4 @@
-"""A rollout → its session in the sandbox: opened when first needed, read out and closed when the rollout ends."""
+"""A rollout → its session in the sandbox, opened on first use and closed at the end of the rollout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LOST = "(the earlier cells are forgotten: their process was ended)"
 
 
 class Sessions:
-    """The sandbox of an environment, and one session in it for each rollout under way.
+    """The sandbox of an environment, with one session per running rollout.
 
-    ``files`` lie in every session's folder, and so do those of a row's ``info["files"]``; ``collect`` names files that
-    are read into ``state["files"]`` when a rollout ends. ``backend`` says where code runs: here, or elsewhere.
+    ``files``, and those of a row's ``info["files"]``, are in the folder of each session. ``collect`` names files that
+    are read into ``state["files"]`` when a rollout ends. ``backend`` determines where code runs.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Sessions:
         self._backend = backend
         self._sandbox = self._make(self._files)
         self._open: dict[str, SandboxSession] = {}
-        self._of_rows: dict[str, SandboxBackend] = {}  # made for the files of one row
+        self._of_rows: dict[str, SandboxBackend] = {}  # sandboxes with the files of one row
         self._states: WeakValueDictionary[str, State] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A sandbox and its sessions stay where they are; a copy starts with none."""
+        """The sandbox and its sessions are not pickled; a copy creates its own."""
         return {key: value for key, value in vars(self).items() if key not in _AWAY}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Sessions:
         return find_backend(self._backend)(files=files, **self._settings, **settings)
 
     def expect(self, state: State) -> str:
-        """The id of a rollout's session, which is opened when it is first used."""
+        """The id of a rollout's session, which is opened on first use."""
         key: str = state["trajectory_id"]
         self._states[key] = state
         return key
@@ -76,7 +76,7 @@ class Sessions:
         """The session with this id."""
         state = self._states.get(sandbox_id)
         if state is None:
-            raise HookError(f"no rollout under way has the sandbox {sandbox_id!r}; its id is in state['sandbox_id']")
+            raise HookError(f"no running rollout has the sandbox {sandbox_id!r}; its id is in state['sandbox_id']")
         return self.of(state)
 
     def of(self, state: State) -> SandboxSession:
@@ -93,17 +93,17 @@ class Sessions:
         if not own:
             return self._sandbox
         if not isinstance(own, Mapping) or not all(isinstance(content, (str, bytes)) for content in own.values()):
-            raise HookError(f"a row's info['files'] maps names to texts, not {own!r:.100}")
+            raise HookError(f"a row's info['files'] must map names to texts or bytes, not {own!r:.100}")
         kept_ready = {"warm": 0} if find_backend(self._backend) is Sandbox else {}
         made = self._of_rows[state["trajectory_id"]] = self._make({**self._files, **own}, **kept_ready)
         return made
 
     async def run(self, code: str, state: State) -> str:
-        """Run a cell in the rollout's session: what the model reads of it."""
+        """Run a cell in the rollout's session. Returns the output that the model gets."""
         log: list[str] = state.setdefault("cells", [])
         try:
             result: Result = await self.of(state).run(code)
-        except ValueError as error:  # files that do not fit: nothing that the model did
+        except ValueError as error:  # invalid files, which are not the model's fault
             raise HookError(f"the sandbox cannot be used: {error}") from error
         shown = report(result)
         if log and result.is_fresh:
@@ -112,7 +112,7 @@ class Sessions:
         return shown
 
     async def finish(self, state: State) -> None:
-        """Read the files that are to be kept, and end the session."""
+        """Read the files to collect, and end the session."""
         key = state["trajectory_id"]
         session = self._open.pop(key, None)
         if session is None:
@@ -129,7 +129,7 @@ class Sessions:
         for end in ends:
             if isinstance(self._sandbox, Sandbox):
                 end()
-            else:  # it may ask a program or a service
+            else:  # it may call a program or a service
                 await calls.in_thread(end)
 
     async def _collected(self, session: SandboxSession) -> dict[str, str]:
@@ -137,12 +137,12 @@ class Sessions:
         for name in self.collect:
             try:
                 kept[name] = (await session.read(name)).decode(errors="replace")
-            except OSError:  # the model did not write it, or wrote a folder there
+            except OSError:  # the model did not write it, or created a folder of this name
                 continue
         return kept
 
     def close(self) -> None:
-        """End everything that is still open."""
+        """End all open sessions and sandboxes."""
         for session in self._open.values():
             session.close()
         for backend in self._of_rows.values():
@@ -153,6 +153,6 @@ class Sessions:
 
 
 def cell_metrics(state: State) -> dict[str, float]:
-    """How many cells a rollout ran, and how many of them failed."""
+    """Metrics: the number of cells that a rollout ran, and of those that failed."""
     log = state.get("cells") or ()
     return {"cells": float(len(log)), "failed_cells": float(sum(status != "ok" for status in log))}

@@ -1,4 +1,4 @@
-"""A rollout on disk → a state that is there for whoever reads it, and takes no memory before."""
+"""A rollout on disk → a state that is loaded on first use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FIGURES = frozenset(("example_id", "task", "reward", "error", "stop_condition",
 
 
 class SavedState(State):
-    """As the state that :func:`restored_state` gives; figures that cannot be changed in place need no loading.
+    """Like the state from :func:`restored_state`, but immutable figures are read without loading it.
 
-    Anything else that is asked of it, or written into it, loads it: from then on it is a state as any other.
+    Any other access, or writing to it, loads it; from then on it is an ordinary state.
     """
 
     __slots__ = ("_number", "_row", "_saved")
@@ -26,7 +26,7 @@ class SavedState(State):
         self._row: Row | None = row
 
     def load(self) -> State:
-        """The state itself, all of it in memory."""
+        """Load the whole state into memory, and return it."""
         saved, row = self._saved, self._row
         if saved is not None and row is not None:
             state = restored_state(saved.record(self._number), row)
@@ -56,10 +56,10 @@ class SavedState(State):
 
     def _figure(self, saved: SavedRollouts, row: Row, key: str) -> Any:
         if key == "error":
-            return None  # with one, it does not fit into columns
+            return None  # rollouts with errors are not stored in columns
         return row[key] if key == "example_id" else getattr(saved, key)(self._number)
 
-    # --- a dict, as soon as it is used as one -----------------------------------------------------------------------
+    # --- dict methods, which load the state -------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> Any:
         if self._saved is not None and self._row is not None and key in _FIGURES:
@@ -69,7 +69,7 @@ class SavedState(State):
     def get(self, key: str, default: Any = None) -> Any:
         saved = self._saved
         if saved is not None and self._row is not None:
-            if key == "reward":  # what every report asks of every rollout, first
+            if key == "reward":  # checked first, because every report reads it of every rollout
                 return saved.reward(self._number)
             if key in _FIGURES:
                 return self._figure(saved, self._row, key)

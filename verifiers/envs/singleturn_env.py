@@ -1,4 +1,4 @@
-"""One question, one reply."""
+"""Rollouts with one turn: one prompt, one reply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from verifiers.envs.multiturn_env import MultiTurnEnv
 
 
 class SingleTurnEnv(MultiTurnEnv):
-    """An environment in which the model speaks once.
+    """An environment in which the model replies once.
 
     >>> from verifiers.clients import FakeClient
     >>> env = SingleTurnEnv(dataset=[{"question": "2+2?", "answer": "4"}])

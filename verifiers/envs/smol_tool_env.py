@@ -1,4 +1,4 @@
-"""Tools of smolagents, used as ours."""
+"""An environment with tools of smolagents."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from verifiers.envs.tool_env import ToolEnv
 
 
 class SmolToolEnv(ToolEnv):
-    """A `ToolEnv` whose tools are those of smolagents: objects of its ``Tool``, or functions marked ``@tool``.
+    """A `ToolEnv` with tools of smolagents: objects of its ``Tool``, or functions decorated with ``@tool``.
 
-    Functions may stand beside them. All else is as in `ToolEnv`, both ways of writing calls included.
+    Plain functions are allowed too. All else is as in `ToolEnv`, including both protocols for tool calls.
     """
 
     def __init__(self, tools: Sequence[Any] | None = None, max_turns: int = 10, **kwargs: Any) -> None:
         if importlib.util.find_spec("smolagents") is None:
-            raise ImportError("SmolToolEnv takes tools of smolagents: pip install 'verifiers[tools]'")
+            raise ImportError("SmolToolEnv needs smolagents: pip install 'verifiers[tools]'")
         super().__init__(tools=tools, max_turns=max_turns, **kwargs)

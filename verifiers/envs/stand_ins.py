@@ -1,4 +1,4 @@
-"""Packages that environments import without need: a stand-in takes their place, and says so when it is used."""
+"""Stand-ins for packages that environments import but do not need. Using one raises an error that explains it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 _PACKAGES = {
-    "prime_sandboxes": "prime_sandboxes is not installed, and {name} is part of it. vf.SandboxEnv and vf.PythonEnv run "
-    "code in the sandbox of this machine and need none of it; to rent containers: pip install prime-sandboxes",
+    "prime_sandboxes": "{name} needs prime_sandboxes, which is not installed. vf.SandboxEnv and vf.PythonEnv run "
+    "code in the sandbox of this machine and do not need it; to rent containers: pip install prime-sandboxes",
 }
 
 
 class _StandIn(ModuleType):
-    """A module with any name in it; each is a class that can be named in annotations and ``except``, and not made."""
+    """A module that has every name: a class for use in annotations and ``except``, which cannot be instantiated."""
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        said = _PACKAGES[self.__name__.partition(".")[0]].format(name=f"{self.__name__}.{name}")
+        message = _PACKAGES[self.__name__.partition(".")[0]].format(name=f"{self.__name__}.{name}")
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-            raise ImportError(said)
+            raise ImportError(message)
 
         made = type(name, (Exception,), {"__new__": refuse, "__module__": self.__name__})
         setattr(self, name, made)
@@ -33,7 +33,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Asked last: a package that is installed is found before."""
+    """The last module finder, so that an installed package is found before its stand-in."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -50,6 +50,6 @@ class _Finder:
 
 
 def offer_stand_ins() -> None:
-    """From now on, what environments import without need can be imported; done where environments are loaded."""
+    """Make the stand-ins importable. Called when environments are loaded."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""Tools that know their rollout: arguments that the model never sees are filled in from its state."""
+"""Tools with arguments that the model does not see, which are filled in from the rollout's state."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from verifiers.types import Messages, State
 
 
 class StatefulToolEnv(ToolEnv):
-    """A `ToolEnv` whose tools take more than the model gives.
+    """A `ToolEnv` whose tools have arguments that the model does not pass.
 
     ``add_tool(tool, args_to_skip=["cart"])`` hides an argument from the model, and ``update_tool_args`` fills it in for
-    each call; a hidden ``state`` or ``messages`` is filled in without it. The calls of a turn run one after another, in
-    order: a tool may change what the next one works on.
+    each call; a hidden ``state`` or ``messages`` is filled in automatically. The calls of a turn run one after another,
+    in order, because one tool may change what the next one uses.
     """
 
     def add_tool(self, tool: Callable[..., Any] | Tool, args_to_skip: Iterable[str] = ()) -> None:
-        """Offer another tool; the model is not shown the arguments to skip."""
+        """Add a tool. The model does not see the arguments to skip."""
         self.toolbox.add(tool, args_to_skip)
         self._tell_endpoint()
 
     @property
     def skipped_args(self) -> dict[str, list[str]]:
-        """The arguments of each tool that the model is not shown."""
+        """The hidden arguments of each tool."""
         return {tool.name: sorted(tool.hidden) for tool in self.toolbox}
 
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
     ) -> Any:
-        """Override, sync or async: the arguments that a tool is called with, made from those that the model gave.
+        """Override, sync or async: return the arguments of a tool call, given those from the model.
 
-        It is asked before the arguments are checked, so that it may add what the model left out.
+        It is called before the arguments are checked, so that it may add missing ones.
         """
         return tool_args
 
@@ -44,7 +44,7 @@ class StatefulToolEnv(ToolEnv):
         return [await self.answer_one(call, messages, state) for call in found]
 
     async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
-        # A tool that takes any name must not be given a hidden one by the model.
+        # For a tool with **kwargs, the model must not be able to pass a hidden argument.
         given = {name: value for name, value in arguments.items() if not (tool.takes_more and name in tool.hidden)}
         arguments = given
         if type(self).update_tool_args is not StatefulToolEnv.update_tool_args:
@@ -57,11 +57,11 @@ class StatefulToolEnv(ToolEnv):
         try:
             inspect.signature(tool.function).bind(**arguments)
         except TypeError as error:
-            raise HookError(f"update_tool_args gave {tool.name} arguments that do not fit: {error}") from error
+            raise HookError(f"update_tool_args returned invalid arguments for {tool.name}: {error}") from error
         return arguments
 
     def known_args(self, messages: Messages, state: State) -> dict[str, Any]:
-        """Hidden arguments that are filled in by their names."""
+        """Hidden arguments that are filled in automatically, by name."""
         return {"state": state, "messages": messages}
 
     async def _updated(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class StatefulToolEnv(ToolEnv):
         assert hook is not None
         try:
             updated = await hook(tool.name, arguments, messages, state)
-        except Exception as error:  # foreign code: it is the environment's, so the model is not told
+        except Exception as error:  # foreign code of the environment, so it is not the model's fault
             raise wrap(error, HookError, "update_tool_args") from error
         if not isinstance(updated, dict):
             raise HookError(f"update_tool_args returned {updated!r:.100} for {tool.name}; it must return a dict")

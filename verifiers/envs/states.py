@@ -1,4 +1,4 @@
-"""A row becomes the state its rollout starts from; a saved record becomes the state it was."""
+"""A row → the initial state of its rollout; a saved record → its state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fresh_state(
     oai_tools: list[dict[str, Any]] | None,
     message_type: MessageType,
 ) -> State:
-    """The state a rollout of this row starts from; the row itself stays as it is."""
+    """The initial state of a rollout of this row. The row itself is not changed."""
     fields: Row = _copied(dict(row))
     if isinstance(fields.get("info"), str):
         fields["info"] = msgspec.json.decode(fields["info"])
@@ -65,7 +65,7 @@ def fresh_state(
 
 
 def _copied(value: Any) -> Any:
-    """A copy deep enough that a rollout can change what it was given; leaves are shared."""
+    """A deep copy of dicts and lists, which a rollout may change; all other values are shared."""
     if type(value) is dict:
         return {key: _copied(item) if type(item) in (dict, list) else item for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
@@ -75,7 +75,7 @@ _TIMING_FIELDS = ("generation_ms", "scoring_ms", "total_ms")
 
 
 def restored_state(record: Record, row: Row) -> State:
-    """A saved rollout as a state again: all that was saved of it, and the row it was made from."""
+    """The state of a saved rollout, from its record and its row."""
     state = State({"trajectory": [], **row, **record})
     for key in (*State.INPUT_FIELDS, *_TIMING_FIELDS):
         state.pop(key, None)
@@ -83,30 +83,30 @@ def restored_state(record: Record, row: Row) -> State:
     if not (isinstance(steps := state["trajectory"], list) and all(isinstance(step, dict) for step in steps)):
         state["trajectory"] = []
     for key in ("task", "stop_condition"):
-        if isinstance(value := state.get(key), list | dict):  # another program's: they are counted
+        if isinstance(value := state.get(key), list | dict):  # from another program; reports need hashable values
             state[key] = str(value)
     times = {key: record.get(key) for key in _TIMING_FIELDS}
     state["timing"] = {key: took if took is not None and is_usable(took) else 0.0 for key, took in times.items()}
     state["usage"] = read_usage(record.get("usage"))
     if state.get("error") is None and not is_usable(state.get("reward")):
-        said = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming the run makes it again"
-        state["error"], state["reward"] = GraderError(said), None
+        message = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming runs the rollout again"
+        state["error"], state["reward"] = GraderError(message), None
     if isinstance(metrics := state.get("metrics"), dict):
         state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
 
 
 def _as_it_was(saved: Any, given: Any) -> Any:
-    """A field as the row has it, where that is what was saved: JSON has no tuples, no dates, no numbers for keys."""
+    """The row's value if it equals the saved one in JSON, which has no tuples, dates or integer keys."""
     if given is None or (type(given) is str and given == saved):
         return saved
     return _copied(given) if to_json(given) == to_json(saved) else saved
 
 
 class ScoredAgain(State):
-    """A saved rollout that is scored again: it notes what somebody looks for in it and does not find.
+    """A saved rollout that is scored again. It records the keys that user code looks up and does not find.
 
-    A function that falls back on a default there gives another score than before, and nobody would know.
+    A function that then uses a default may return another score than before, without any sign of it.
     """
 
     missed: set[str]
@@ -135,25 +135,24 @@ def _is_foreign(frame: FrameType) -> bool:
 
 
 def note_missed(state: State, missed: set[str]) -> State:
-    """The state, which from now on notes what is not found in it."""
+    """Make a state record the keys that are not found in it, in ``missed``."""
     state.__class__ = ScoredAgain
     state.missed = missed  # type: ignore[attr-defined]
     return state
 
 
 def in_words(missed: Iterable[str]) -> str:
-    """What was looked for and not found, and what to do about it."""
+    """The message about keys that were looked up and not found."""
     names = sorted(missed)
     listed, columns = ", ".join(map(repr, names)), " ".join(f"-C {name}" for name in names)
     return (
-        f"reward functions looked in the saved states for {listed}, which was not saved: where the environment sets "
-        f"it, scores may differ from those of a rollout just played; keep it with state_columns={names} "
-        f"(vf eval {columns})"
+        f"reward functions read {listed} in the saved states, which was not saved: if the environment sets it, scores "
+        f"may differ from those of a new rollout; save it with state_columns={names} (vf eval {columns})"
     )
 
 
 def state_to_rescore(record: Record, row: Row) -> State:
-    """A saved rollout whose group is to be scored again: with its turns, and with what was said of it alone."""
+    """The state of a saved rollout to be scored again with its group, with its turns and its saved score alone."""
     state = restored_state(record, row)
     forget_score(state)
     if not state.get("trajectory"):
@@ -163,25 +162,25 @@ def state_to_rescore(record: Record, row: Row) -> State:
     return state
 
 
-def played(state: State, name: str) -> Any:
-    """What an environment noted in the state as it was played; a rollout that is scored again may not have it."""
+def from_rollout(state: State, name: str) -> Any:
+    """A value that the environment wrote into the state during the rollout. A saved rollout may not have it."""
     if name not in state:
         raise not_saved(name)
     return state[name]
 
 
 def not_saved(name: str) -> GraderError:
-    """Why a saved rollout cannot be scored again, and what to do about the next."""
+    """The error for a saved rollout that cannot be scored again because a key is missing."""
     return GraderError(
-        f"state[{name!r}] is not there: it was not saved with the rollout, which cannot be scored again without it; "
-        f"keep it with state_columns=[{name!r}] (vf eval -C {name})"
+        f"state[{name!r}] is missing: it was not saved with the rollout, which cannot be scored again without it; "
+        f"save it with state_columns=[{name!r}] (vf eval -C {name})"
     )
 
 
 def turns_of(record: Record) -> Iterator[dict[str, Any]]:
-    """The turns of a conversation, where the run did not save them: each reply with what came before it.
+    """The turns of a conversation whose trajectory was not saved: each reply with the messages before it.
 
-    What rewards they had is not known, so they have none yet, not even None.
+    Their rewards are not known, so they do not have the key ``reward``.
     """
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(completion, str):

@@ -1,4 +1,4 @@
-"""Rollouts as they end → whether the mean reward is known well enough for the run to stop."""
+"""Finished rollouts → whether the mean reward is known precisely enough to stop the run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from verifiers.stats.scores import TOLERANCE
 from verifiers.types import State
 
 LEVEL = 0.95
-AT_ONCE = 64  # rollouts under way where no limit is given: those are the ones that may turn out to be too many
-_LOOKED_AGAIN_AFTER = 1.01  # times as many examples
+AT_ONCE = 64  # concurrent rollouts if no limit is set; those that run when the goal is reached are wasted
+_LOOKED_AGAIN_AFTER = 1.01  # check again after so many times as many examples
 _ORDER_SEED = 0
-_AHEAD = 4  # times as many as run at once, or one in so many of those counted, may be begun ahead of the first missing
+_AHEAD = 4  # examples may start ahead of the first unfinished one by _AHEAD * at_once, or by counted / _AHEAD
 
 
 class EarlyStop:
-    """Stops a run when the mean reward over examples is known to ± ``until``, by an interval that may be looked at.
+    """Stops a run when the mean reward over examples is known to ± ``until``, by an always-valid confidence interval.
 
-    Examples are taken in a seeded random order, and looked at in that order too, whichever ends first: rollouts that
-    take long are not like those that do not. An example counts when all of its rollouts have ended; one of which all
-    have failed does not count.
+    Examples start in a seeded random order, and are counted in that order too, whichever ends first, because long
+    rollouts differ from short ones. An example counts when all of its rollouts have ended; if all have failed, it does
+    not count.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class EarlyStop:
         self.ranks = {example: rank for rank, example in enumerate(self.order)}
         self.missing = Counter(job.row["example_id"] for job in jobs)
         self.rewards: dict[Any, list[float]] = {}
-        self.counted = 0  # examples, from the first one on, that have been looked at
+        self.counted = 0  # examples counted so far, in order
         self.next_look = 2
         self.is_reached = False
         self.fault: str | None = None
@@ -50,19 +50,19 @@ class EarlyStop:
         return self.is_reached or self.fault is not None
 
     def arranged(self, jobs: Iterable[Job]) -> list[Job]:
-        """Jobs in the order in which they are to be started."""
+        """Jobs in the order in which they start."""
         return sorted(jobs, key=lambda job: (self.ranks[job.row["example_id"]], job.repeat))
 
     async def turn(self, job: Job) -> None:
-        """Wait while one example holds up the rest: what runs far ahead of it may turn out not to be needed."""
+        """Wait if this job is far ahead of an unfinished example, because it may turn out not to be needed."""
         rank = self.ranks[job.row["example_id"]]
         while not self.is_over and rank >= self.counted + max(_AHEAD * self.at_once, self.counted // _AHEAD):
             self._moved = self._moved or asyncio.Event()
             await self._moved.wait()
-        await asyncio.sleep(0)  # whoever answers at once must not run ahead of those that wait
+        await asyncio.sleep(0)  # rollouts that never wait must not run ahead of those that do
 
     def take(self, example: Any, reward: float | None) -> bool:
-        """Count a rollout that has ended, None if it failed; says whether the run is over."""
+        """Count a finished rollout, with reward None if it failed. Returns whether the run is over."""
         self.missing[example] -= 1
         if reward is not None:
             self.rewards.setdefault(example, []).append(reward)
@@ -75,7 +75,7 @@ class EarlyStop:
         return self.is_over
 
     def take_state(self, state: State) -> bool:
-        """Count a rollout of the run under way."""
+        """Count a finished rollout of this run."""
         reward = None if state.get("error") is not None else state.get("reward")
         return self.take(state.get("example_id"), reward)
 
@@ -86,9 +86,9 @@ class EarlyStop:
         least, most = self.sequence.bounds
         if outside := [reward for reward in rewards if not least - TOLERANCE <= reward <= most + TOLERANCE]:
             self.fault = (
-                f"the reward of example {example} is {outside[0]:g}, and how soon a mean is known can "
-                f"only be told of rewards between bounds, which were taken to be {least:g} and {most:g}; "
-                "say what they are (reward_range=(least, most), --reward-range LEAST,MOST) and resume"
+                f"the reward of example {example} is {outside[0]:g}, but early stopping needs rewards within bounds, "
+                f"which were assumed to be {least:g} and {most:g}; "
+                "set them with reward_range=(least, most) or --reward-range LEAST,MOST, and resume"
             )
             return
         self.sequence.add(sum(rewards) / len(rewards))
@@ -97,10 +97,10 @@ class EarlyStop:
             self.is_reached = self.sequence.is_reached
 
     def without_more(self, jobs: Sequence[Job], kept: set[tuple[Any, int]], failed: Iterable[Any] = ()) -> list[Job]:
-        """The jobs that are left of a run that has stopped before: what failed is tried again, nothing new is begun.
+        """The remaining jobs of a resumed run: if it had stopped early, only the missing ones of started examples.
 
-        ``failed`` are examples that had begun and of which a rollout failed. Where what is there is not enough yet, it
-        is all jobs.
+        ``failed`` are started examples with a failed rollout. If the saved rollouts are not enough yet, all jobs
+        remain.
         """
         seen = {example for example, _ in kept} | set(failed)
         end = max((self.ranks[example] for example in seen if example in self.ranks), default=-1)
@@ -113,18 +113,18 @@ class EarlyStop:
         return [job for job in todo if self.ranks[job.row["example_id"]] <= end] if trial.is_over else todo
 
     def outcome(self) -> dict[str, Any]:
-        """What a run keeps of it."""
+        """The outcome, for the metadata of the run."""
         until, (least, most) = self.sequence.until, self.sequence.bounds
         of = f"{self.counted:,} of {len(self.order):,} examples"
         low, high = self.sequence.range() if self.sequence.n and self.fault is None else (None, None)
         if self.fault is not None:
             reason = f"stopped early: {self.fault}"
         elif self.is_reached and self.counted < len(self.order):
-            reason = f"stopped early: the mean reward is known to ±{until:g} by {of}, however often one looked"
+            reason = f"stopped early: the mean reward is known to ±{until:g} after {of}, by an always-valid interval"
         elif self.is_reached:
-            reason = f"the mean reward is known to ±{until:g}, however often one looked"
+            reason = f"the mean reward is known to ±{until:g}, by an always-valid interval"
         else:
-            reason = f"the mean reward is not known to ±{until:g} by {of}; its interval allows for having looked"
+            reason = f"the mean reward is not known to ±{until:g} after {of}; its interval is an always-valid one"
         return {
             "half_width": until,
             "is_reached": self.is_reached,
@@ -140,7 +140,7 @@ class EarlyStop:
 
 
 def bounds_of(rubric: Any) -> tuple[float, float]:
-    """The least and the largest reward, each reward function being between 0 and 1; 0 and 1 where nothing is known.
+    """The smallest and the largest reward if each reward function is between 0 and 1; (0, 1) without known weights.
 
     >>> bounds_of(Rubric([lambda completion: 1.0, lambda completion: 0.5], weights=[1.0, 0.1]))
     (0.0, 1.1)

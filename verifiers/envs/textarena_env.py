@@ -1,4 +1,4 @@
-"""A game of TextArena as a conversation: the model plays, alone or against others, and the game says how it went."""
+"""A game of TextArena as a conversation: the model plays, alone or against others, and the game gives the reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.clients.protocol import Request
 from verifiers.envs.multiturn_env import MultiTurnEnv, turn_limit
-from verifiers.envs.states import played
+from verifiers.envs.states import from_rollout
 from verifiers.envs.textarena_game import Game, check_game, make_template
 from verifiers.errors import HookError
 from verifiers.messages import text_of
@@ -25,17 +25,17 @@ POLICY = 0
 
 
 def game_reward(state: State) -> float:
-    """What the game gave the policy: 0 for a game that was not over when its moves were."""
-    return float(played(state, "game_reward") or 0.0)
+    """The policy's reward in the game; 0 if the game was not over after ``max_moves``."""
+    return float(from_rollout(state, "game_reward") or 0.0)
 
 
 class TextArenaEnv(MultiTurnEnv):
-    """Any game of TextArena by its id; a row is a game, set up by a seed of its own.
+    """Any game of TextArena, by its id. A row is a game with its own seed.
 
-    The model's move is what ``parser`` reads in its reply (``<move>`` tags by default), or the whole reply. Games for
-    several need an ``opponent`` for the other players: a function from messages to a move (sync or async), a client
-    (with ``opponent_model``), or ``"self"``, the policy itself. A game ends after ``max_moves`` moves of the policy
-    (100; ``max_turns`` is another name for it).
+    The model's move is what ``parser`` finds in its reply (in ``<move>`` tags by default), or the whole reply. Games
+    for several players need an ``opponent``: a function from messages to a move (sync or async), a client (with
+    ``opponent_model``), or ``"self"``, the policy itself. A game ends after ``max_moves`` moves of the policy (default
+    100; ``max_turns`` is another name for it).
 
     >>> env = TextArenaEnv("GuessTheNumber-v0", num_train_examples=2)
     >>> env.dataset[0]["question"].splitlines()[0]
@@ -76,7 +76,7 @@ class TextArenaEnv(MultiTurnEnv):
         self.max_moves = max_moves
         parser = parser or XMLParser(["move"], answer_field="move")
         super().__init__(
-            max_turns=-1,  # `max_moves` ends a game, after the last of them was made
+            max_turns=-1,  # `max_moves` ends a game instead, after its last move
             dataset=functools.partial(self._make_rows, num_train_examples, seed),
             eval_dataset=functools.partial(self._make_rows, num_eval_examples, seed + EVAL_SEEDS_FROM),
             system_prompt=system_prompt,
@@ -104,13 +104,13 @@ class TextArenaEnv(MultiTurnEnv):
         rows = []
         for seed in range(first_seed, first_seed + n):
             game = self._new_game(seed)
-            # Where another player begins, what the policy is told depends on it: the rollout writes that.
+            # If another player begins, the first prompt depends on that player's move, so the rollout sets it.
             question = game.news(POLICY) if game.player == POLICY else f"Game {seed}"
             rows.append({"question": question, "answer": game.secret, "info": {"seed": seed}})
         return rows
 
     async def setup_state(self, state: State) -> None:
-        """Set the game up; players before the policy make their moves."""
+        """Set up the game, and let players before the policy make their moves."""
         game = state["ta_game"] = self._new_game((state.get("info") or {}).get("seed"))
         state.update(ta_talks={player: [] for player in range(1, self.num_players)}, game_reward=None)
         await self._let_others_move(game, state)
@@ -124,7 +124,7 @@ class TextArenaEnv(MultiTurnEnv):
             raise HookError(f"{self.game!r} was over before the policy could move: {first}")
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Make the move of the last reply, and those of the others; foreign code, so it runs as a hook does."""
+        """Make the move of the last reply, and those of the others, as a hook, because the game's code may block."""
         return await self._foreign("_make_moves")(state)
 
     env_response = calls.both(_env_response)  # type: ignore[arg-type]
@@ -132,8 +132,8 @@ class TextArenaEnv(MultiTurnEnv):
     async def _make_moves(self, state: State) -> tuple[str, dict[str, Any]]:
         game: Game = state["ta_game"]
         reply = state["trajectory"][-1]["completion"]
-        said = self.parser.parse_answer(reply)
-        game.move(said if said is not None else reply if isinstance(reply, str) else text_of(reply[-1]))
+        move = self.parser.parse_answer(reply)
+        game.move(move if move is not None else reply if isinstance(reply, str) else text_of(reply[-1]))
         await self._let_others_move(game, state)
         news = self.feedback_fn(game.news(POLICY))
         is_last = len(state["trajectory"]) >= self.max_moves
@@ -160,12 +160,12 @@ class TextArenaEnv(MultiTurnEnv):
             sampling=(state["sampling_args"] or {}) if is_self else {},
         )
         reply = await as_client(state["client"] if is_self else self.opponent).complete(request)
-        said = self.parser.parse_answer([reply.message])
-        return reply.text if said is None else said
+        move = self.parser.parse_answer([reply.message])
+        return reply.text if move is None else move
 
     @cleanup
     def leave_game(self, state: State) -> None:
-        """The game is over for us: nothing of it has to be kept."""
+        """Drop the game object from the state."""
         state.pop("ta_game", None)
 
     def own_metrics(self, state: State) -> dict[str, float]:

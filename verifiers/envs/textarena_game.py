@@ -1,4 +1,4 @@
-"""One game of TextArena: moves go in, news for each player come out; its dice are its own."""
+"""One game of TextArena: takes moves, returns new messages for each player, and has its own random state."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from threading import RLock
 from typing import Any
 
-# TextArena's games draw from the `random` module itself. One at a time, each with its own generator's state, games do
-# not disturb one another, nor whoever else uses the module between their moves, and a seed gives the same game again.
+# TextArena's games use the global `random` module. They run one at a time, each with its own random state, so that they
+# do not affect each other or other users of the module, and a seed reproduces a game.
 _one_at_a_time = RLock()
 
 MANY_WORDS = 1000
 
 
 class Game:
-    """A game under way; player 0 is the policy."""
+    """A running game. Player 0 is the policy."""
 
     def __init__(self, template: Any, num_players: int, seed: int | None) -> None:
         self._dice = random.Random(seed).getstate()
@@ -43,12 +43,12 @@ class Game:
 
     @property
     def player(self) -> int:
-        """Whose move it is."""
+        """The player whose turn it is."""
         return int(self._rules.state.current_player_id)
 
     @property
     def secret(self) -> str:
-        """The word to be found, in games that have one."""
+        """The secret word, in games that have one, else ""."""
         position = self._rules.state.game_state
         return str(position.get("secret_word") or "") if isinstance(position, Mapping) else ""
 
@@ -60,7 +60,7 @@ class Game:
         self.is_over = bool(is_over)
 
     def news(self, player: int) -> str:
-        """What a player has not been told yet: everything but the move that was its own."""
+        """The messages that a player has not seen yet, without its own move."""
         with self._own_dice():
             if player == self.player and not self.is_over:
                 _, pending = self._rules.get_observation()
@@ -85,11 +85,11 @@ class Game:
         return rewards or {}, facts or {}
 
     def reward(self, player: int) -> float | None:
-        """What a player got for the game; None while it is not over."""
+        """A player's reward; None if the game is not over."""
         return float(self._result()[0].get(player, 0.0)) if self.is_over else None
 
     def broke_rules(self, player: int) -> bool:
-        """Did the game end by a move of this player that the rules forbid?"""
+        """Whether the game ended by an invalid move of this player."""
         return bool(self._result()[1].get(player, {}).get("invalid_move"))
 
 
@@ -100,7 +100,7 @@ def _innermost(game: Any) -> Any:
 
 
 def _word_lists(template: Any) -> dict[int, Any]:
-    """The parts of a game that all its copies may share, for `copy.deepcopy`: copying a dictionary takes a second."""
+    """Large word lists, which all copies of a game share (for `copy.deepcopy`), because copying one takes a second."""
     return {
         id(value): value
         for value in vars(_innermost(template)).values()
@@ -109,11 +109,11 @@ def _word_lists(template: Any) -> dict[int, Any]:
 
 
 def check_game(name: str) -> None:
-    """Raise where TextArena is not installed or has no such game."""
+    """Raise if TextArena is not installed or has no such game."""
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError:
-        raise ImportError("TextArenaEnv plays the games of TextArena: pip install 'verifiers[games]'") from None
+        raise ImportError("TextArenaEnv needs TextArena: pip install 'verifiers[games]'") from None
     if name not in ENV_REGISTRY:
         close = difflib.get_close_matches(name, ENV_REGISTRY, n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
@@ -121,7 +121,7 @@ def check_game(name: str) -> None:
 
 
 def make_template(name: str, game_kwargs: Mapping[str, Any]) -> Any:
-    """The game before its first reset; copies of it are played. What it lacks is said in one sentence."""
+    """The game before its first reset, of which each rollout plays a copy. Raises if something is missing."""
     import textarena
 
     try:
@@ -129,16 +129,16 @@ def make_template(name: str, game_kwargs: Mapping[str, Any]) -> Any:
             return textarena.make(name, **game_kwargs)
     except LookupError as error:
         raise RuntimeError(
-            f"TextArena's {name!r} needs word lists of NLTK, which are not on this machine and could not be fetched: "
+            f"TextArena's {name!r} needs word lists of NLTK, which are not on this machine and cannot be downloaded: "
             "python -m nltk.downloader words averaged_perceptron_tagger_eng"
         ) from error
-    except Exception as error:  # foreign code: games with files missing, keys unset, syntax of a later Python
+    except Exception as error:  # foreign code: missing files, unset keys, syntax of a later Python
         raise RuntimeError(f"TextArena's {name!r} cannot be set up: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def _downloads_only_what_is_missing() -> Iterator[None]:
-    """Some games ask for NLTK's word lists over the network whenever they are imported, even if they have them."""
+    """Make NLTK download only missing word lists; some games request them on every import."""
     import nltk
 
     fetch = nltk.download

@@ -1,4 +1,4 @@
-"""Turns with tools: the model calls functions, reads what they return, and goes on until it answers."""
+"""Rollouts with tools: the model calls functions and gets their results until it answers."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ Answer = tuple[ChatMessage, dict[str, Any]]
 
 
 class ToolEnv(MultiTurnEnv):
-    """An environment whose model may call functions, until a turn without a call.
+    """An environment in which the model may call functions, until a turn without a call.
 
     Tools are functions, sync or async; their schemas come from signatures and docstrings. With a parser that has a
     ``tool`` field, ``XMLParser(["reasoning", ("tool", "answer")])``, calls are written as JSON in ``<tool>`` tags, and
-    the rollout goes on until ``<answer>``. Whatever is wrong with a call, the model is told and may try again.
+    the rollout continues until ``<answer>``. If a call is invalid, the model gets an error message and may try again.
 
-    The calls of one turn run at once; with ``sequential`` (here for all tools, or of a tool: ``as_tool(function,
-    sequential=True)``) one after another, in order.
+    The calls of one turn run concurrently; with ``sequential`` (here for all tools, or for one tool:
+    ``as_tool(function, sequential=True)``) they run one after another, in order.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ToolEnv(MultiTurnEnv):
         **kwargs: Any,
     ) -> None:
         if "oai_tools" in kwargs:
-            raise TypeError("a ToolEnv makes oai_tools from its tools; a row may bring others in info['oai_tools']")
+            raise TypeError("a ToolEnv creates oai_tools from its tools; a row may have others in info['oai_tools']")
         self.toolbox = ToolBox(tools or (), timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
         self.error_formatter = error_formatter
         self.stop_errors = _exception_types(stop_errors)
@@ -89,12 +89,12 @@ class ToolEnv(MultiTurnEnv):
         self.uses_tags = isinstance(self.parser, XMLParser) and hasattr(self.parser.parse(""), TAG)
         if self.message_type == "completion" and not self.uses_tags:
             raise ValueError(
-                "a completions endpoint takes no tools: leave out message_type='completion', or give "
+                "a completions endpoint does not support tools: remove message_type='completion', or pass "
                 'parser=XMLParser(["reasoning", ("tool", "answer")])'
             )
         self._tell_endpoint()
 
-    # --- its tools ------------------------------------------------------------------------------------------------
+    # --- tools ----------------------------------------------------------------------------------------------------
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
@@ -103,16 +103,16 @@ class ToolEnv(MultiTurnEnv):
 
     @property
     def tool_map(self) -> dict[str, Callable[..., Any]]:
-        """The functions by the names that the model knows."""
+        """The functions by their names for the model."""
         return {tool.name: tool.function for tool in self.toolbox}
 
     def add_tool(self, tool: Callable[..., Any] | Tool) -> None:
-        """Offer another tool, from the next rollout on."""
+        """Add a tool, from the next rollout on."""
         self.toolbox.add(tool)
         self._tell_endpoint()
 
     def remove_tool(self, tool: Callable[..., Any] | Tool | str) -> None:
-        """Offer a tool no more: it is given as a function, or by its name."""
+        """Remove a tool, given as a function or by its name."""
         self.toolbox.remove(tool)
         self._tell_endpoint()
 
@@ -126,7 +126,7 @@ class ToolEnv(MultiTurnEnv):
         return state
 
     def tell(self, state: State) -> None:
-        """Tell the model of its tools: through the endpoint, or in the system message."""
+        """Describe the tools to the model: through the endpoint, or in the system message."""
         if not self.uses_tags:
             state["oai_tools"] = state["oai_tools"] or self.oai_tools
             return
@@ -138,26 +138,26 @@ class ToolEnv(MultiTurnEnv):
     def _answer_tag(self) -> str:
         return self.parser.answer_field if isinstance(self.parser, XMLParser) else "answer"
 
-    # --- when it ends ---------------------------------------------------------------------------------------------
+    # --- stop conditions ------------------------------------------------------------------------------------------
 
     def is_tool_call(self, message: ChatMessage) -> bool:
-        """Does an assistant message call a tool?"""
+        """Whether an assistant message calls a tool."""
         return bool(self.calls_in(message))
 
     def calls_in(self, message: ChatMessage) -> list[Call]:
-        """The calls that an assistant message makes, as it writes them."""
+        """The tool calls in an assistant message."""
         return tagged_calls(text_of(message)).calls if self.uses_tags else native_calls(message)
 
     @stop(priority=10)
     async def no_tools_called(self, state: State) -> bool:
-        """Where tools are called natively: the last reply called none."""
+        """With native tool calls: whether the last reply has none."""
         if self.uses_tags or not state["trajectory"]:
             return False
         return not self.is_tool_call(_last_reply(state))
 
     @stop(priority=10)
     async def answer_given(self, state: State) -> bool:
-        """Where tools are called in tags: the last reply has an answer, outside of its calls."""
+        """With tool calls in tags: whether the last reply has an answer outside of its calls."""
         if not self.uses_tags or not state["trajectory"]:
             return False
         outside = tagged_calls(text_of(_last_reply(state))).outside
@@ -166,7 +166,7 @@ class ToolEnv(MultiTurnEnv):
     # --- a turn of the environment --------------------------------------------------------------------------------
 
     async def _env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """Carry out the calls of the last message; the answers come back in the order of the calls."""
+        """Run the tool calls of the last message. The results are in the order of the calls."""
         last: Any = messages if isinstance(messages, str) else messages[-1]
         if isinstance(last, str):
             last = {"role": "assistant", "content": _last_reply(state)["content"]}
@@ -176,24 +176,24 @@ class ToolEnv(MultiTurnEnv):
             found = [Call(id="call_0", name="", arguments={}, problem=NoCallError(nothing))]
         answers = await self.answer_all(_limited(found, merge=self.uses_tags), messages, state)
         state.setdefault("tool_log", []).extend(noted for _, noted in answers)
-        said = [message for message, _ in answers]
-        return [tagged_results(said)] if self.uses_tags else said
+        results = [message for message, _ in answers]
+        return [tagged_results(results)] if self.uses_tags else results
 
     env_response = calls.both(_env_response)  # type: ignore[arg-type]
 
     async def _get_model_response(self, state: State, prompt: Messages, *args: Any, **kwargs: Any) -> Completion:
-        """Ask the model; a call of its own that is not valid JSON is mended where it is sent back, and only there."""
+        """Call the model. Earlier tool calls with invalid JSON are repaired in the request only."""
         return await super()._get_model_response(state, as_sent(prompt), *args, **kwargs)
 
     async def answer_all(self, found: Sequence[Call], messages: Messages, state: State) -> list[Answer]:
-        """Answer the calls of one turn, all at once but for those that must not race."""
+        """Run the calls of one turn concurrently, except sequential ones."""
         answers: dict[int, Answer] = {}
 
         async def answer(numbers: Sequence[int]) -> None:
             try:
                 for number in numbers:
                     answers[number] = await self.answer_one(found[number], messages, state)
-            except BaseException as error:  # foreign code: exit() in a task of its own would end the loop
+            except BaseException as error:  # foreign code: exit() in a task would end the loop
                 raise calls.contained(error) from error
 
         in_order = [number for number, call in enumerate(found) if self._is_sequential(call)]
@@ -205,7 +205,7 @@ class ToolEnv(MultiTurnEnv):
         return self.sequential or (call.name in self.toolbox and self.toolbox[call.name].sequential)
 
     async def answer_one(self, call: Call, messages: Messages, state: State) -> Answer:
-        """Carry out one call: the message for the model, and what is noted of the call."""
+        """Run one call. Returns the message for the model and the log entry of the call."""
         began = time.perf_counter()
         fault: Exception | None = None
         try:
@@ -224,30 +224,30 @@ class ToolEnv(MultiTurnEnv):
             raise call.problem
         arguments = read_arguments(call.arguments)
         hook = self._hook("call_tool")
-        if hook is None or call.name in self.toolbox:  # an override may know tools of its own
+        if hook is None or call.name in self.toolbox:  # an override may have other tools
             tool = self.toolbox[call.name]
             arguments = await self.fill_in(tool, arguments, messages, state)
         run = self._call_tool if hook is None else hook
         message = await run(call.name, arguments, call.id)
-        said: ChatMessage = message if isinstance(message, dict) else {"content": message}  # an override's plain text
-        return {**_tool_message("", call.id), **said}
+        result: ChatMessage = message if isinstance(message, dict) else {"content": message}  # an override's plain text
+        return {**_tool_message("", call.id), **result}
 
     async def fill_in(self, tool: Tool, arguments: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
-        """The arguments that a tool is called with, checked: those that the model gave."""
+        """The checked arguments for a tool, from those that the model passed."""
         return tool.check(arguments)
 
     async def _call_tool(
         self, tool_name: str, tool_args: Mapping[str, Any], tool_call_id: str, **kwargs: Any
     ) -> ChatMessage:
-        """Run one tool and return its result as a message; what the tool raises is raised."""
+        """Run one tool and return its result as a message. Exceptions of the tool are raised."""
         result = await self.toolbox.run(self.toolbox[tool_name], tool_args)
         return _tool_message(as_content(result), tool_call_id)
 
     call_tool = calls.both(_call_tool)
 
     def _raise_if_fatal(self, error: Exception, call: Call) -> None:
-        """What is down below the rollout fails it; so do ``stop_errors``, and a call of theirs ends it."""
-        if calls.has_escaped(error):  # a fault of the tool, which no model need answer for
+        """Raise the error if it ends the rollout: if it is not the model's fault, or is one of ``stop_errors``."""
+        if calls.has_escaped(error):  # a fault of the tool, not of the model
             raise HookError(f"the tool {call.name!r}: {error}") from error
         if not is_the_models(error):
             raise error
@@ -272,7 +272,7 @@ class ToolEnv(MultiTurnEnv):
 def _exception_types(stop_errors: Iterable[type[Exception]] | None) -> tuple[type[Exception], ...]:
     kinds = tuple(stop_errors or ())
     if wrong := [kind for kind in kinds if not _is_exception_type(kind)]:
-        raise TypeError(f"stop_errors holds exception types, not {wrong[0]!r}")
+        raise TypeError(f"stop_errors must contain exception types, not {wrong[0]!r}")
     return kinds
 
 
@@ -288,17 +288,17 @@ def _last_reply(state: State) -> ChatMessage:
 
 
 def _limited(found: list[Call], *, merge: bool) -> list[Call]:
-    """The first calls of a turn as they are; a model that writes thousands is told that the rest was not run."""
+    """The first calls of a turn; calls beyond the limit are replaced by errors that say that they were not run."""
     if len(found) <= MAX_CALLS:
         return found
-    said = f"a turn may make {MAX_CALLS} calls, and this one makes {len(found)}; this was not run"
+    problem = f"a turn may make {MAX_CALLS} calls, and this one makes {len(found)}; this was not run"
     rest = found[MAX_CALLS : MAX_CALLS + 1] if merge else found[MAX_CALLS:]
-    refused = [Call(id=call.id, name=call.name, arguments={}, problem=BadJSONError(said)) for call in rest]
+    refused = [Call(id=call.id, name=call.name, arguments={}, problem=BadJSONError(problem)) for call in rest]
     return found[:MAX_CALLS] + refused
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of them at once; when one ends the rollout the others are cancelled."""
+    """Run all of them concurrently. If one raises, the others are cancelled."""
     if len(parts) == 1:
         return await parts[0]
     tasks = [asyncio.ensure_future(part) for part in parts]
@@ -331,20 +331,21 @@ def tagged_results(answers: Sequence[ChatMessage]) -> ChatMessage:
 
 
 def tell_of_tools(prompt: Messages, described: str, answer_tag: str) -> Messages:
-    """The prompt with the tools in its system message: where ``{tool_descriptions}`` stands, or after it.
+    """The prompt with the tools in its system message: in place of ``{tool_descriptions}``, or at the end.
 
     >>> tell_of_tools([{"role": "system", "content": "Tools: {tool_descriptions}"}], "now: The time.", "answer")
     [{'role': 'system', 'content': 'Tools: now: The time.'}]
     """
-    said = TOOLS_TEXT.format(tool_descriptions=described, example=EXAMPLE, answer=answer_tag)
+    tools_text = TOOLS_TEXT.format(tool_descriptions=described, example=EXAMPLE, answer=answer_tag)
     if isinstance(prompt, str):
-        return prompt if prompt.startswith(said) else f"{said}\n\n{prompt}"
+        return prompt if prompt.startswith(tools_text) else f"{tools_text}\n\n{prompt}"
     first = prompt[0] if prompt else {}
     if first.get("role") != "system":
-        return [{"role": "system", "content": said}, *(prompt or ())]
+        return [{"role": "system", "content": tools_text}, *(prompt or ())]
     content, text = first.get("content"), text_of(first)
     if isinstance(content, str) and PLACEHOLDER in content:
         content = content.replace(PLACEHOLDER, described)
-    elif described not in text:  # a prompt of an earlier rollout has been told already
-        content = [*content, {"type": "text", "text": said}] if isinstance(content, list) else f"{text}\n\n{said}"
+    elif described not in text:  # the prompt of an earlier rollout has the tools already
+        part = {"type": "text", "text": tools_text}
+        content = [*content, part] if isinstance(content, list) else f"{text}\n\n{tools_text}"
     return [{**first, "content": content}, *prompt[1:]]

@@ -1,4 +1,4 @@
-"""What a training loop asks of an environment beside rollouts: batches of token samples, and settings of its own."""
+"""The methods for training loops: batches of token samples, and setters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrainerCalls:
-    """The calls of trainers of 0.1.x, and of loops of one's own."""
+    """The methods for trainers of 0.1.x and for users' training loops."""
 
     rubric: Rubric
     max_seq_len: int | None
@@ -35,7 +35,7 @@ class TrainerCalls:
         gen_sampling_args: SamplingArgs | None = None,
         start_time: float = 0.0,
     ) -> Results:
-        """Rollouts that a host such as prime-rl kept itself, as results with metadata."""
+        """Rollouts that a host such as prime-rl collected, as results with metadata."""
         from verifiers.envs.host_results import prepare_results
 
         return prepare_results(
@@ -60,7 +60,7 @@ class TrainerCalls:
         max_seq_len: int | None = None,
         **kwargs: Any,
     ) -> list[ProcessedOutputs]:
-        """Rollouts as batches of token samples with masks, for a training loop of one's own."""
+        """Rollouts as batches of token samples with masks, for a user's training loop."""
         if kwargs:
             raise TypeError(f"process_env_results() got an unknown keyword {next(iter(kwargs))!r}")
         limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
@@ -79,7 +79,7 @@ class TrainerCalls:
         mask_truncated_completions: bool = False,
         zero_truncated_completions: bool = False,
     ) -> ProcessedOutputs:
-        """Rollouts as one batch, as trainers of 0.1.5 ask for it. What the environment said is never trained on."""
+        """Rollouts as one batch, for trainers of 0.1.5. The environment's messages are never trained on."""
         limit = self.max_seq_len if max_seq_len is None or max_seq_len < 0 else max_seq_len
         return one_batch(
             zip(prompts, completions, states, rewards, strict=True),
@@ -93,7 +93,7 @@ class TrainerCalls:
     # --- setters --------------------------------------------------------------------------------------------------
 
     def set_kwargs(self, **kwargs: Any) -> None:
-        """Set attributes, through ``set_<name>`` where there is one."""
+        """Set attributes, through ``set_<name>`` if it exists."""
         for name, value in kwargs.items():
             setter: Callable[[Any], None] | None = getattr(self, f"set_{name}", None)
             if setter is None:
@@ -102,14 +102,14 @@ class TrainerCalls:
                 setter(value)
 
     def add_rubric(self, rubric: Rubric) -> None:
-        """Let another rubric score as well."""
+        """Add another rubric."""
         if isinstance(self.rubric, RubricGroup):
             self.rubric.rubrics.append(rubric)
         else:
             self.rubric = rubric if self.rubric.is_empty else RubricGroup([self.rubric, rubric])
 
     def set_max_seq_len(self, max_seq_len: int | None) -> None:
-        """How long a sample may be; None, or -1 as some trainers say it: as long as it is."""
+        """Set the largest number of tokens of a sample; None (or -1, for some trainers) means no limit."""
         if max_seq_len is not None and (type(max_seq_len) is not int or max_seq_len == 0):
             raise ValueError(f"max_seq_len={max_seq_len!r} must be a number of tokens, or None for no limit")
         self.max_seq_len = None if max_seq_len is None or max_seq_len < 0 else max_seq_len

@@ -1,4 +1,4 @@
-"""Environment packages: made, found, described, installed; nothing here imports one."""
+"""Environment packages: create, find, describe and install them, without importing them."""
 
 from verifiers.packages.install import BundledError, Installed, InstallError, install, local_folder, uninstall
 from verifiers.packages.listing import Listed, list_environments

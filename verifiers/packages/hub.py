@@ -1,4 +1,4 @@
-"""``org/name@version`` and the address of a hub → where the wheel of that environment is."""
+"""``org/name@version`` and the address of a hub → the location of that environment's wheel."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ HUB_VARIABLE = "VF_HUB_URL"
 TIMEOUT_S = 60
 ROUTE = "api/v1/environmentshub"
 MOST_ANSWER = 4 << 20  # bytes
-MOST_WHEEL = 1 << 30  # bytes, packed
+MOST_WHEEL = 1 << 30  # bytes, compressed
 
 
 class HubError(Exception):
-    """The hub did not give what was asked for; the message says what it gave."""
+    """The hub did not return what was requested; the message says what it returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubEntry:
-    """One version of an environment on a hub: a wheel, or the index that has it."""
+    """One version of an environment on a hub: its wheel, or an index that has it."""
 
     name: str
     version: str | None
@@ -34,18 +34,18 @@ class HubEntry:
 
 
 def look_up(hub: str, org: str, name: str, version: str | None) -> HubEntry:
-    """Ask a hub for a version of an environment, the latest where none is named."""
+    """Ask a hub for a version of an environment, by default the latest."""
     url = f"{hub.rstrip('/')}/{ROUTE}/{quote(org)}/{quote(name)}/@{quote(version or 'latest')}"
     asked = f"{org}/{name}@{version or 'latest'}"
     try:
-        with _asked(url) as reply:
+        with _open(url) as reply:
             found = json.loads(b"".join(_chunks(reply, url, MOST_ANSWER)))
     except urllib.error.HTTPError as error:
         error.close()
-        said = "the hub has no such environment" if error.code == 404 else f"the hub answered {error.code}"
-        raise HubError(f"{asked}: {said} ({url})") from error
+        cause = "the hub has no such environment" if error.code == 404 else f"the hub answered {error.code}"
+        raise HubError(f"{asked}: {cause} ({url})") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise HubError(f"{asked}: the hub at {hub} gave no answer to read: {error}") from error
+        raise HubError(f"{asked}: the hub at {hub} gave no valid answer: {error}") from error
     return _entry(found, asked, name)
 
 
@@ -69,10 +69,10 @@ def fetch(url: str, folder: Path) -> Path:
     """Fetch a wheel into a folder."""
     name = Path(urlsplit(url).path).name
     if not name.endswith(".whl"):
-        raise HubError(f"what the hub names is no wheel: {url}")
+        raise HubError(f"the URL from the hub is not a wheel: {url}")
     target = folder / name
     try:
-        with _asked(url) as reply, open(target, "wb") as file:
+        with _open(url) as reply, open(target, "wb") as file:
             for chunk in _chunks(reply, url, MOST_WHEEL):
                 file.write(chunk)
     except OSError as error:
@@ -80,18 +80,18 @@ def fetch(url: str, folder: Path) -> Path:
     return target
 
 
-def _asked(url: str) -> Any:
+def _open(url: str) -> Any:
     if urlsplit(url).scheme not in ("http", "https"):
-        raise HubError(f"{url} is no http address")
+        raise HubError(f"{url} is not an http or https URL")
     request = urllib.request.Request(url, headers={"Accept": "*/*", "User-Agent": "verifiers"})
     return urllib.request.urlopen(request, timeout=TIMEOUT_S)
 
 
 def _chunks(reply: Any, url: str, most: int) -> Iterator[bytes]:
-    """What a hub sends, as far as it may be long."""
+    """The content of a reply; raises if it is longer than ``most`` bytes."""
     sent = 0
     while chunk := reply.read(1 << 20):
         sent += len(chunk)
         if sent > most:
-            raise HubError(f"{url} sends more than {most >> 20} MiB; the rest was not read")
+            raise HubError(f"{url} sends more than the limit of {most >> 20} MiB")
         yield chunk

@@ -1,4 +1,4 @@
-"""A folder, a wheel, a git address, a name of an index or ``org/name`` of a hub → an installed environment."""
+"""A folder, a wheel, a git URL, a name on an index or ``org/name`` on a hub → an installed environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Program = Literal["pip", "uv"]
 _ON_HUB = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w.+-]+))?\Z", re.ASCII)
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)(?:(?:@|==)([\w.+-]+))?\Z", re.ASCII)
 _SHOWN_LINES = 12
-_MOST_CHARS = 4096  # of a path, on any system
+_MOST_CHARS = 4096  # the longest path on any system
 
 
 class InstallError(Exception):
@@ -32,7 +32,7 @@ class InstallError(Exception):
 
 
 class BundledError(InstallError):
-    """It comes with this library; on an index its name may be anyone's."""
+    """The environment comes with this library. On an index, a package of its name may be somebody else's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +46,14 @@ class Installed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installer:
-    """``pip`` or ``uv``, and where it installs to."""
+    """``pip`` or ``uv``, and where it installs."""
 
     program: Program
     target: str | None = None
     has_deps: bool = True
 
     def fetch(self, requirement: str, index: str | None, folder: Path) -> Package:
-        """The package that a requirement names, in a folder of its own and without what it needs: to look at first."""
+        """Fetch the package of a requirement, without dependencies, into a separate folder, to inspect it first."""
         if self.program == "pip":
             only_there = {"PIP_EXTRA_INDEX_URL": index, "PIP_FIND_LINKS": str(folder)} if index else {}
             from_index = ["-i", index] if index else []
@@ -77,7 +77,7 @@ class Installer:
             *(["--target", self.target] if self.target else []),
             *([] if self.has_deps else ["--no-deps"]),
         ]
-        if index is not None:  # of uv: a package that is on this index is taken from no other
+        if index is not None:  # uv takes a package that is on this index from no other index
             words += ["--index", index]
         self._run([*words, *(["--editable"] if is_editable else []), *wanted])
 
@@ -86,7 +86,7 @@ class Installer:
 
 
 def run_program(program: Program, words: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
-    """Run a command of pip or uv; the last lines of what it says are the error."""
+    """Run a command of pip or uv. If it fails, the error contains the last lines of its output."""
     command, *rest = words
     of_uv = ["uv", "build", "--quiet"] if command == "build" else ["uv", "pip", command, "--quiet"]
     start = (
@@ -97,22 +97,22 @@ def run_program(program: Program, words: Sequence[str], settings: Mapping[str, s
     env = {**os.environ, **(settings or {})}
     done = subprocess.run([*start, *rest], capture_output=True, text=True, check=False, env=env)
     if done.returncode:
-        said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        shown = "\n".join(said[-_SHOWN_LINES:])
+        printed = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        shown = "\n".join(printed[-_SHOWN_LINES:])
         raise InstallError(hide_in_url(f"{program} {command} ended with {done.returncode}:\n{shown}"))
 
 
 def find_program(wanted: Program | None = None) -> Program:
-    """The one that was asked for, or the one that is there: pip in this Python, else uv."""
+    """The program to install with: ``wanted``, or else pip if this Python has it, else uv."""
     there: list[Program] = []
     if importlib.util.find_spec("pip") is not None:
         there.append("pip")
     if shutil.which("uv") is not None:
         there.append("uv")
     if wanted is not None and wanted not in there:
-        raise InstallError(f"there is no {wanted} here; there is {', '.join(there) or 'neither pip nor uv'}")
+        raise InstallError(f"{wanted} is not available; available: {', '.join(there) or 'neither pip nor uv'}")
     if not there:
-        raise InstallError(f"neither pip nor uv is there; try: {sys.executable} -m ensurepip")
+        raise InstallError(f"neither pip nor uv is available; try: {sys.executable} -m ensurepip")
     return wanted or there[0]
 
 
@@ -127,7 +127,7 @@ def install(
     has_deps: bool = True,
     is_editable: bool = False,
 ) -> Installed:
-    """Install an environment; what turns out to be none is refused before anything is changed."""
+    """Install an environment. A package that is not an environment is refused before anything is installed."""
     installer = Installer(program=find_program(program), target=target, has_deps=has_deps)
     try:
         return _install(what, installer, index, hub, Path(environments_dir), is_editable)
@@ -139,7 +139,7 @@ def _install(
     what: str, installer: Installer, index: str | None, hub: str | None, folder: Path, is_editable: bool
 ) -> Installed:
     if len(what) > _MOST_CHARS or "\0" in what:
-        raise InstallError(f"{what[:60]!r}… ({len(what)} characters) is no name of an environment and no path")
+        raise InstallError(f"{what[:60]!r}… ({len(what)} characters) is neither the name of an environment nor a path")
     path = Path(what).expanduser()
     if what and is_folder(path):
         return _install_folder(path, installer, is_editable)
@@ -153,20 +153,20 @@ def _install(
     if local is not None:
         return _install_folder(local, installer, is_editable)
     if is_editable:
-        raise InstallError(f"{what!r} is no folder; only a folder can be installed as editable")
+        raise InstallError(f"{what!r} is not a folder; only a folder can be installed as editable")
     if index is None and (named := _NAMED.fullmatch(what)) and (module := bundled_module(named[1])) is not None:
-        raise BundledError(f"{module.replace('_', '-')} comes with verifiers: there is nothing to install")
+        raise BundledError(f"{module.replace('_', '-')} comes with verifiers and need not be installed")
     if on_hub := _ON_HUB.fullmatch(what):
         return _install_from_hub(on_hub[1], on_hub[2], on_hub[3], installer, hub)
     named = _NAMED.fullmatch(what)
     if named is None:
         forms = "a folder, a .whl file, git+URL, name, name@version or org/name@version"
-        raise InstallError(f"{what!r} is nothing that can be installed; it can be {forms}")
+        raise InstallError(f"{what!r} cannot be installed; pass {forms}")
     return _install_from_index(named[1], named[2], installer, index)
 
 
 def local_folder(what: str, folder: Path) -> Path | None:
-    """The folder of a local environment, found by the names that ``load_environment`` takes."""
+    """The folder of a local environment, by the names that ``load_environment`` accepts."""
     if _NAMED.fullmatch(what) is None:
         return None
     names = (module_name(what), f"{module_name(what)}_env")
@@ -174,7 +174,7 @@ def local_folder(what: str, folder: Path) -> Path | None:
 
 
 def is_folder(path: Path) -> bool:
-    """Is there such a folder? There is none of a name that is too long for one."""
+    """Whether the folder exists; False if the name is too long for a path."""
     try:
         return path.is_dir()
     except OSError:
@@ -188,28 +188,28 @@ def _install_folder(path: Path, installer: Installer, is_editable: bool) -> Inst
 
 
 def _install_from_git(address: str, installer: Installer, is_editable: bool) -> Installed:
-    """``git+https://host/repository[@branch][#subdirectory=environments/name]``, built and looked at first."""
+    """``git+https://host/repository[@branch][#subdirectory=environments/name]``, built and inspected first."""
     if is_editable:
-        raise InstallError("only a folder can be installed as editable; clone the repository and name its folder")
+        raise InstallError("only a folder can be installed as editable; clone the repository and install its folder")
     if shutil.which("git") is None:
-        raise InstallError("git+ addresses need the program git, which is not here")
+        raise InstallError("git+ URLs need the program git, which is not installed")
     with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
         package = installer.fetch(address, None, Path(folder))
-        wheel = next(Path(folder).glob("*.whl"), None)  # the very one that was looked at, where pip built it
+        wheel = next(Path(folder).glob("*.whl"), None)  # the wheel that was inspected, if pip built it
         installer.install([address if wheel is None else str(wheel)])
     return Installed(package=package, source=hide_in_url(address), program=installer.program)
 
 
 def uninstall(name: str, *, program: Program | None = None) -> Package:
-    """Uninstall an environment; a package that is none stays."""
+    """Uninstall an environment. A package that is not an environment is not uninstalled."""
     module = module_name(name)
     found = [listed.package for listed in installed_environments()]
     package = next((one for one in found if one.module in (module, f"{module}_env") or one.name == name), None)
     if package is None:
         if bundled_module(name) is not None:
-            raise InstallError(f"{name} comes with verifiers and goes with it")
+            raise InstallError(f"{name} comes with verifiers and cannot be uninstalled separately")
         there = ", ".join(sorted(one.name for one in found)) or "none"
-        raise InstallError(f"no environment {name!r} is installed; installed are: {there}")
+        raise InstallError(f"no environment {name!r} is installed; installed environments: {there}")
     program = find_program(program)
     run_program(program, ["uninstall", *(["--yes"] if program == "pip" else []), package.name])
     return package
@@ -219,7 +219,7 @@ def _install_from_index(name: str, version: str | None, installer: Installer, in
     requirement = name if version in (None, "latest") else f"{name}=={version}"
     with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
         package = installer.fetch(requirement, index, Path(folder))
-        if installer.program == "pip":  # the very wheel that was looked at; what it needs comes from the usual index
+        if installer.program == "pip":  # install the inspected wheel; its dependencies come from the default index
             installer.install([str(_only_wheel(Path(folder)))])
         else:
             installer.install([f"{name}=={package.version}"], index=index)
@@ -230,8 +230,8 @@ def _install_from_hub(org: str, name: str, version: str | None, installer: Insta
     address = hub or os.environ.get(hubs.HUB_VARIABLE)
     if not address:
         raise InstallError(
-            f"{org}/{name} is on a hub, and no hub is named: give its address with --hub or in {hubs.HUB_VARIABLE}, "
-            f"or use its own program: prime env install {org}/{name}"
+            f"{org}/{name} is on a hub, but no hub is set: pass its URL with --hub or in {hubs.HUB_VARIABLE}, "
+            f"or use the hub's own program: prime env install {org}/{name}"
         )
     entry = hubs.look_up(address, org, name, None if version == "latest" else version)
     if entry.wheel_url is None:

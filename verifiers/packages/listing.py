@@ -1,4 +1,4 @@
-"""What is installed and what lies in a folder → the environments one can load, with their arguments."""
+"""Installed packages and folders → the environments that can be loaded, with their arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["local", "installed", "bundled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """One environment, and where it is."""
+    """One environment and its location."""
 
     package: Package
     where: str
@@ -37,7 +37,7 @@ class Listed:
 
 
 def list_environments(folder: str | Path = "environments") -> list[Listed]:
-    """Those in a folder, the installed ones, those that come along; one hides those of its name after it."""
+    """The environments in a folder, the installed and the bundled ones; an earlier one hides later ones of its name."""
     bundled = bundled_folder()
     own = () if bundled is None else _in_folder(bundled, "bundled")
     installed = sorted(installed_environments(), key=lambda listed: listed.package.name)
@@ -59,7 +59,7 @@ def _in_folder(folder: Path, kind: Kind) -> Iterator[Listed]:
 
 
 def installed_environments() -> Iterator[Listed]:
-    """The installed packages that depend on this library and have an environment in them."""
+    """The installed packages that depend on this library and contain an environment."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name and needs_us(distribution):
@@ -69,12 +69,12 @@ def installed_environments() -> Iterator[Listed]:
 
 
 def find_in(folder: Path, requirement: str) -> Package:
-    """The environment among packages that were installed into a folder of their own."""
+    """The environment among the packages installed into a folder."""
     for distribution in importlib.metadata.distributions(path=[str(folder)]):
         files = [str(file) for file in distribution.files or ()]
         name = distribution.metadata["Name"]
         return find_package(_reader([folder]), files, name=name, version=distribution.version, where=name)
-    raise NotAnEnvironmentError(f"{requirement} installs no package")
+    raise NotAnEnvironmentError(f"{requirement} does not install a package")
 
 
 def _read_installed(distribution: importlib.metadata.Distribution, name: str) -> Listed | None:
@@ -99,7 +99,7 @@ def _reader(roots: list[Path]) -> Read:
 
 
 def _editable_roots(home: Path, files: list[str]) -> Iterator[Path]:
-    """The source folders an editable install points at with a ``.pth`` file."""
+    """The source folders of an editable install, from its ``.pth`` files."""
     for file in files:
         if file.endswith(".pth") and (home / file).is_file():
             lines = (home / file).read_text(encoding="utf-8", errors="replace").splitlines()

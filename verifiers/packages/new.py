@@ -1,4 +1,4 @@
-"""A name → the folder of a new environment package: a task that works, to be changed into another."""
+"""A name → the folder of a new environment package with a working example task."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TAKEN = ("verifiers", "test", "tests", "environments")
 def new_package(
     name: str, folder: str | Path = "environments", *, is_multi_file: bool = False, rewrites_readme: bool = False
 ) -> list[Path]:
-    """Write a package into ``folder/<module>``; gives what it wrote. Of one that exists, that is the README at most."""
+    """Write a package into ``folder/<module>`` and return its files. If it exists, at most the README is rewritten."""
     if not _NAME.fullmatch(name) or module_name(name) in _TAKEN:
         raise ValueError(
-            f"{name!r} cannot be the name of an environment: lower-case words with '-' between them, such as 'my-env'"
+            f"{name!r} cannot be the name of an environment: use lower-case words joined by '-', such as 'my-env'"
         )
     module = module_name(name)
     home = Path(folder) / module

@@ -1,4 +1,4 @@
-"""A folder and what its check found → a wheel that carries the verdict, with digests of the files it is about."""
+"""A folder and the verdict of its check → a wheel that contains the verdict and digests of the checked files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def publish(
 
 
 def read_verdict(wheel: str | Path) -> dict[str, Any] | None:
-    """The verdict in a wheel, None where there is none; ``is_current`` says whether it is about these very files."""
+    """The verdict in a wheel, or None. ``is_current`` says whether the digests match the files in the wheel."""
     with zipfile.ZipFile(wheel) as packed:
         names = [name for name in packed.namelist() if name.endswith(f".dist-info/{VERDICT}")]
         if not names or packed.getinfo(names[0]).file_size > MOST_VERDICT:
@@ -63,10 +63,10 @@ def in_words(verdict: Mapping[str, Any]) -> str:
     found = verdict.get("counts")
     counts = found if isinstance(found, dict) else {}
     words = {"fail": "failed", "ok": "passed", "warn": "warning"}
-    said = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts.get(key))
+    result = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts.get(key))
     if not verdict.get("is_current", True):
-        return "its check is about other files than it holds, and says nothing of these"
-    return f"checked with verifiers {verdict.get('verifiers_version')}: {said or 'nothing'}"
+        return "its check was made for other files and does not apply to these"
+    return f"checked with verifiers {verdict.get('verifiers_version')}: {result or 'nothing'}"
 
 
 def _with_verdict(built: Path, target: Path, verdict: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ def _with_verdict(built: Path, target: Path, verdict: Mapping[str, Any]) -> None
 
 
 def _digests(wheel: zipfile.ZipFile) -> dict[str, str]:
-    """Of the files that are installed, without what describes the wheel itself."""
+    """SHA-256 digests of the files that are installed, without the wheel's metadata."""
     return {
         name: hashlib.sha256(wheel.read(name)).hexdigest()
         for name in sorted(wheel.namelist())

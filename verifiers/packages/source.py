@@ -1,4 +1,4 @@
-"""A folder or a wheel → the environment package in it, read and never run; or why it is none."""
+"""A folder or a wheel → the environment package in it, parsed but never run, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from verifiers.files import TooLargeError, read_regular
 
 LOAD = "load_environment"
-MOST_SOURCE = 4 << 20  # bytes of a module or of metadata: what is larger is no source
-MOST_UNPACKED = 2 << 30  # bytes of all that is in a wheel
-Read = Callable[[str], str | None]  # a path inside the package → its text, None where there is no such file
+MOST_SOURCE = 4 << 20  # bytes of a module or of metadata
+MOST_UNPACKED = 2 << 30  # bytes of all files in a wheel, uncompressed
+Read = Callable[[str], str | None]  # a path inside the package → its text, or None if it does not exist
 
 
 class NotAnEnvironmentError(ValueError):
-    """What was looked at is no environment package; the message says why."""
+    """A folder or file is not an environment package; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
-    """One argument of ``load_environment``, as its source says it."""
+    """One argument of ``load_environment``, as source text."""
 
     name: str
     default: str | None = None
@@ -39,7 +39,7 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """What an environment package says of itself."""
+    """The description of an environment package."""
 
     name: str
     version: str | None
@@ -49,7 +49,7 @@ class Package:
 
 
 def module_name(name: str) -> str:
-    """The module of a package.
+    """The module name of a package.
 
     >>> module_name("My-Env")
     'my_env'
@@ -58,7 +58,7 @@ def module_name(name: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file, or a ValueError that names it and the place of the mistake."""
+    """The content of a TOML file. Raises a ValueError that names the file and the position of the error."""
     try:
         return tomllib.loads(read_regular(path, most=MOST_SOURCE).decode("utf-8"))
     except TooLargeError as error:
@@ -68,14 +68,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: str | Path) -> Package:
-    """The environment package in a folder that can be installed."""
+    """The environment package in an installable folder."""
     folder = Path(folder)
     pyproject = folder / "pyproject.toml"
     if not folder.is_dir():
         raise NotAnEnvironmentError(f"there is no folder {folder}")
     if not pyproject.is_file():
         raise NotAnEnvironmentError(
-            f"{folder} is no package: it has no pyproject.toml (vf init NAME makes a whole one)"
+            f"{folder} is not a package: it has no pyproject.toml (vf init NAME creates a complete package)"
         )
     try:
         project = read_toml(pyproject).get("project", {})
@@ -83,7 +83,7 @@ def read_folder(folder: str | Path) -> Package:
         raise NotAnEnvironmentError(str(error)) from error
     name = project.get("name")
     if not isinstance(name, str) or not name:
-        raise NotAnEnvironmentError(f"{pyproject} gives no name under [project]")
+        raise NotAnEnvironmentError(f"{pyproject} has no name under [project]")
     version = project.get("version")
     read = _reader(folder)
     module = module_name(name)
@@ -91,7 +91,7 @@ def read_folder(folder: str | Path) -> Package:
 
 
 def read_module_folder(folder: Path, module: str) -> Package:
-    """The environment in a folder as ``load_environment`` finds it, whether or not it could be installed."""
+    """The environment in a folder as ``load_environment`` finds it, even if it is not installable."""
     try:
         return read_folder(folder)
     except NotAnEnvironmentError:
@@ -108,7 +108,7 @@ def read_wheel(path: str | Path) -> Package:
             names = _checked_names(wheel, path.name)
             about = next((name for name in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)), None)
             if about is None:
-                raise NotAnEnvironmentError(f"{path.name} is no wheel: it holds no METADATA")
+                raise NotAnEnvironmentError(f"{path.name} is not a wheel: it has no METADATA")
             fields = email.parser.Parser().parsestr(_unpacked(wheel, about, path.name), headersonly=True)
             held = set(names)
             return find_package(
@@ -119,36 +119,36 @@ def read_wheel(path: str | Path) -> Package:
                 where=path.name,
             )
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: it is encrypted
-        raise NotAnEnvironmentError(f"{path.name} is no wheel: {error}") from error
+        raise NotAnEnvironmentError(f"{path.name} is not a wheel: {error}") from error
 
 
 def _checked_names(wheel: zipfile.ZipFile, where: str) -> list[str]:
-    """The files in a wheel, which together must be of a size that one installs."""
+    """The files in a wheel. Raises if they are too large together."""
     size = sum(info.file_size for info in wheel.infolist())
     if size > MOST_UNPACKED:
         raise NotAnEnvironmentError(
-            f"{where} unpacks to {size / 1e9:.1f} GB, and no environment has more than {MOST_UNPACKED / 1e9:.1f} GB"
+            f"{where} unpacks to {size / 1e9:.1f} GB, which is above the limit of {MOST_UNPACKED / 1e9:.1f} GB"
         )
     return wheel.namelist()
 
 
 def _unpacked(wheel: zipfile.ZipFile, name: str, where: str) -> str:
-    """The text of one file of a wheel, unpacked as far as a source can be long, whatever the wheel says of its size."""
+    """The text of one file of a wheel, unpacked up to `MOST_SOURCE`, whatever size the wheel declares."""
     info = wheel.getinfo(name)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise NotAnEnvironmentError(f"{name} in {where} is packed in a way that wheels are not")
+        raise NotAnEnvironmentError(f"{name} in {where} has a compression that wheels do not use")
     with wheel.open(info) as file:
         text = file.read(MOST_SOURCE + 1) if info.file_size <= MOST_SOURCE else b""
     if info.file_size > MOST_SOURCE or len(text) > MOST_SOURCE:
         raise NotAnEnvironmentError(
-            f"{name} in {where} has {max(info.file_size, len(text)) / 1e6:.0f} MB; no module or metadata has more than "
-            f"{MOST_SOURCE >> 20} MiB"
+            f"{name} in {where} has {max(info.file_size, len(text)) / 1e6:.0f} MB; the limit for modules and metadata "
+            f"is {MOST_SOURCE >> 20} MiB"
         )
     return text.decode("utf-8", "replace")
 
 
 def find_package(read: Read, files: list[str], *, name: str, version: str | None, where: str) -> Package:
-    """The environment among the files of a distribution: the module of its name, else any at the top."""
+    """The environment among the files of a distribution: the module of its name, else any top-level module."""
     own = module_name(name)
     tops = sorted({file.split("/")[0].removesuffix(".py") for file in files if _is_module_at_top(file)})
     reasons = []
@@ -158,7 +158,7 @@ def find_package(read: Read, files: list[str], *, name: str, version: str | None
         except NotAnEnvironmentError as error:
             reasons.append(str(error))
     raise NotAnEnvironmentError(
-        reasons[0] if own in tops or not tops else f"{where} holds {', '.join(tops)}, and none of them defines {LOAD}()"
+        reasons[0] if own in tops or not tops else f"{where} has {', '.join(tops)}, but none of them defines {LOAD}()"
     )
 
 
@@ -179,7 +179,7 @@ def _reader(folder: Path) -> Read:
 
 
 def read_source(path: Path) -> str:
-    """The text of a module; one that is larger than any is no module."""
+    """The text of a module; one that is too large is refused."""
     try:
         return read_regular(path, most=MOST_SOURCE).decode("utf-8", "replace")
     except TooLargeError as error:
@@ -187,25 +187,26 @@ def read_source(path: Path) -> str:
 
 
 def _unwrapped(folder: Path, name: str) -> Iterator[Path]:
-    """A folder that is itself the package: ``my_env/__init__.py`` read from inside ``my_env``."""
+    """For a folder that is itself the package: ``my_env/__init__.py``, read from inside ``my_env``."""
     first, _, rest = name.partition("/")
     if rest and first == folder.name:
         yield folder / rest
 
 
-# --- load_environment, read and not called ----------------------------------------------------------------------------
+# --- load_environment, parsed and not called --------------------------------------------------------------------------
 
 
 def _package(read: Read, module: str, *, name: str, version: str | None, where: str) -> Package:
     text = next((text for file in (f"{module}.py", f"{module}/__init__.py") if (text := read(file)) is not None), None)
     if text is None:
         raise NotAnEnvironmentError(
-            f"{where} is no environment: it has neither {module}.py nor {module}/__init__.py, the module of {name!r}"
+            f"{where} is not an environment: it has neither {module}.py nor {module}/__init__.py, "
+            f"the module of {name!r}"
         )
     tree = _parsed(text, f"{module} in {where}")
     found = _definition(tree, read, module)
     if found is None:
-        raise NotAnEnvironmentError(f"{where} is no environment: its module {module!r} defines no {LOAD}()")
+        raise NotAnEnvironmentError(f"{where} is not an environment: its module {module!r} does not define {LOAD}()")
     if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
         return Package(name=name, version=version, module=module, summary=_first_line(ast.get_docstring(tree)))
     summary = _first_line(ast.get_docstring(found)) or _first_line(ast.get_docstring(tree))
@@ -215,13 +216,13 @@ def _package(read: Read, module: str, *, name: str, version: str | None, where: 
 def _parsed(text: str, where: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested without end
-        said = str(error) or "it is nested too deep"
-        raise NotAnEnvironmentError(f"the module {where} is not Python: {said}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
+        cause = str(error) or "it is nested too deeply"
+        raise NotAnEnvironmentError(f"the module {where} is not Python: {cause}") from error
 
 
 def _definition(tree: ast.Module, read: Read, module: str) -> ast.AST | None:
-    """The statement that gives the module its ``load_environment``; imports inside the package are followed."""
+    """The statement that defines the module's ``load_environment``, also through imports inside the package."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == LOAD:
             return node

@@ -1,4 +1,4 @@
-"""Text → fields: what a model wrote, as the parts a reward function asks for."""
+"""Text → fields: the parts of a reply that reward functions need."""
 
 from verifiers.parsers.answers import (
     BOXED_SYSTEM_PROMPT,

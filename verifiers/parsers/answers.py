@@ -15,11 +15,11 @@ THINK_BOXED_SYSTEM_PROMPT = (
 )
 
 _BOX = "\\boxed{"
-_NOT_NUMERIC = re.compile(r"[^0-9.]+")  # ² is a digit to Python, and no part of a number
+_NOT_NUMERIC = re.compile(r"[^0-9.]+")  # not \d, which also matches digits such as ²
 
 
 def extract_boxed_answer(text: Any, strict: bool = False) -> str:
-    r"""What stands in the last ``\boxed{…}``; without a complete one the text itself, or "" if ``strict``.
+    r"""The content of the last ``\boxed{…}``; without a complete one, the whole text, or "" if ``strict``.
 
     >>> extract_boxed_answer(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -38,7 +38,7 @@ def extract_boxed_answer(text: Any, strict: bool = False) -> str:
 
 
 def _matching_brace(text: str, start: int) -> int:
-    """Where the brace that was opened just before ``start`` closes; -1 where it never does."""
+    """The index of the brace that closes the one just before ``start``, or -1."""
     depth, position = 1, start
     while (end := text.find("}", position)) >= 0:
         depth += text.count("{", position, end) - 1
@@ -49,7 +49,7 @@ def _matching_brace(text: str, start: int) -> int:
 
 
 def extract_hash_answer(text: Any) -> str:
-    """What follows the first ``####``, up to the next one; without any, the text itself.
+    """The text after the first ``####``, up to the next one; without any, the whole text.
 
     >>> extract_hash_answer("2 + 2 = 4\\n#### 4")
     '4'
@@ -62,7 +62,7 @@ def extract_hash_answer(text: Any) -> str:
 
 
 def strip_non_numeric(text: str) -> str:
-    """Only the digits and points of a text.
+    """The digits and points of a text, without all other characters.
 
     >>> strip_non_numeric("about $1,234.50")
     '1234.50'

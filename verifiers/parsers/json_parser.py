@@ -1,4 +1,4 @@
-"""A reply with a JSON object in it → its fields by name, and back."""
+"""A reply that contains a JSON object → its fields by name, and back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from verifiers.parsers.json_schema import check_schema, problems
 from verifiers.parsers.parser import ExtractFn, Parser, identity, reply_text
 from verifiers.types import Messages
 
-READ_AT_MOST = 3  # times the length of a reply: beyond, what begins like an object and never ends is not tried again
-MOST_OBJECTS = 1_000  # of a reply, the last ones, that are looked at
-MOST_NESTED = 10_000  # characters of what looks like an object and is none, to look for one inside
+READ_AT_MOST = 3  # characters scanned for objects, as a multiple of the reply's length, so that the time is linear
+MOST_OBJECTS = 1_000  # only the last so many objects of a reply are read
+MOST_NESTED = 10_000  # longest braces with invalid JSON, in characters, that are searched for an object inside
 
 
 class JSONParser(Parser):
-    """Reads an object out of a reply: the last one in it that is JSON, alone, in a code block, or among words.
+    """Reads an object from a reply: the last one that is valid, alone, in a code block, or within text.
 
-    ``fields`` names what it must have; or ``schema`` says so in JSON Schema (types, properties, required, enum, bounds,
-    items; a keyword that is not checked is an error). What does not fit is no object.
+    ``fields`` names its required fields; or ``schema`` is a JSON Schema (types, properties, required, enum, bounds,
+    items; any other keyword is an error). Objects that do not match are ignored.
 
     >>> parser = JSONParser(["reasoning", "answer"])
     >>> parser.parse('Sure: {"reasoning": "2+2", "answer": 4} Done.')
@@ -44,7 +44,7 @@ class JSONParser(Parser):
     ) -> None:
         super().__init__(extract_fn=extract_fn)
         if (fields is None) == (schema is None):
-            raise TypeError("JSONParser takes fields=[names] or schema={…}, one of the two")
+            raise TypeError("JSONParser takes either fields=[names] or schema={…}")
         if fields is not None:
             _check_names(fields)
             schema = {"type": "object", "properties": {name: {} for name in fields}, "required": list(fields)}
@@ -56,12 +56,12 @@ class JSONParser(Parser):
         self.answer_field = answer_field
 
     def parse(self, text: Messages) -> Any:
-        """Every field as an attribute, with its JSON value; None where the reply holds no object that fits."""
+        """Every field as an attribute with its JSON value; all None if the reply contains no matching object."""
         found = self.parse_object(text)
         return SimpleNamespace(**{name: (found or {}).get(name) for name in self.get_fields()})
 
     def parse_object(self, text: Messages) -> dict[str, Any] | None:
-        """The last object that fits, as it is; None where there is none.
+        """The last matching object, unchanged; None if there is none.
 
         >>> JSONParser(["answer"]).parse_object('{"answer": 1} no: {"answer": 2, "sure": true}')
         {'answer': 2, 'sure': True}
@@ -70,11 +70,11 @@ class JSONParser(Parser):
         return next((found for found in _from_the_last(reply) if self.fits(found)), None)
 
     def fits(self, found: Any) -> bool:
-        """Does a value keep to the schema?"""
+        """Whether a value matches the schema."""
         return next(problems(found, self.schema), None) is None
 
     def parse_answer(self, completion: Messages) -> str | None:
-        """The answer field as text (a number, a list as JSON has it), of the last assistant message that has one."""
+        """The answer field of the last assistant message that has one, as text (numbers and lists as JSON)."""
         if isinstance(completion, str):
             return self._answer_in(completion)
         for reply in reversed(self.get_assistant_messages(completion)):
@@ -94,17 +94,17 @@ class JSONParser(Parser):
         return list(dict.fromkeys([*self.schema.get("properties", {}), *self.schema.get("required", ())]))
 
     def format(self, **values: Any) -> str:
-        """The reply that holds these values.
+        """A reply with these values.
 
         >>> JSONParser(["answer"]).format(answer=4)
         '{"answer": 4}'
         """
         if wrong := list(problems(values, self.schema)):
-            raise ValueError(f"this is not the format: {wrong[0]}")
+            raise ValueError(f"the values do not match the schema: {wrong[0]}")
         return json.dumps(values, ensure_ascii=False)
 
     def get_format_str(self) -> str:
-        """The format as one would show it to a model.
+        """The format, as text for a prompt.
 
         >>> print(JSONParser(["reasoning", "answer"]).get_format_str())
         {"reasoning": ..., "answer": ...}
@@ -119,7 +119,7 @@ class JSONParser(Parser):
         return kinds if isinstance(kinds, str) else " | ".join(kinds)
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """A reward for following the format: 1 for an object that fits, half the share of its fields for another.
+        """A reward for following the format: 1 for a matching object, else half the share of fields that one has.
 
         >>> follows = JSONParser(["a", "answer"]).get_format_reward_func()
         >>> follows('{"a": 1, "answer": 2}'), follows('{"answer": 2}'), follows("2")
@@ -141,7 +141,7 @@ class JSONParser(Parser):
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a text, outermost ones, in order; never raises, and takes linear time.
+    """The outermost JSON objects in a text, in order. Never raises, and takes linear time.
 
     >>> objects_in('x {"a": {"b": 1}} {oops {"c": NaN} {"d": []}')
     [{'a': {'b': 1}}, {'d': []}]
@@ -150,25 +150,25 @@ def objects_in(text: str) -> list[dict[str, Any]]:
 
 
 def _from_the_last(text: str) -> Iterator[dict[str, Any]]:
-    """The objects of a text, the last one first, each read when it is asked for."""
+    """The objects of a text, last first, decoded lazily."""
     spans = _spans(text)[-MOST_OBJECTS:]
     while spans:
         start, end = spans.pop()
         found = _decoded(text[start:end])
         if found is not None:
             yield found
-        elif 2 < end - start <= MOST_NESTED:  # the whole is no JSON; something inside may be
+        elif 2 < end - start <= MOST_NESTED:  # not valid JSON, but it may contain an object
             spans += _spans(text[start + 1 : end - 1], start + 1)
 
 
 def _spans(text: str, offset: int = 0) -> list[tuple[int, int]]:
-    """Where braces open and close again, strings left out: outermost pairs that could hold an object."""
+    """The spans of outermost pairs of braces, outside strings, that could be objects."""
     spans: list[tuple[int, int]] = []
     left = READ_AT_MOST * len(text)
     found = _OBJECT.search(text)
     while found is not None and left > 0:
         start, end = found.span()
-        if end - start == 1:  # with others inside, or one that never ends
+        if end - start == 1:  # it contains other braces, or is never closed
             end = _closing(text, start)
         if end:
             spans.append((offset + start, offset + end))
@@ -178,10 +178,10 @@ def _spans(text: str, offset: int = 0) -> list[tuple[int, int]]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Just after the brace that closes the one at ``start``; 0 where none does."""
+    """The index just after the brace that closes the one at ``start``, or 0."""
     depth, position = 1, start + 1
     while depth:
-        position = _UP_TO_BRACE.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing too
+        position = _UP_TO_BRACE.match(text, position).end()  # type: ignore[union-attr]  # it can match ""
         if position >= len(text) or text[position] == '"':
             return 0
         depth += 1 if text[position] == "{" else -1
@@ -189,7 +189,7 @@ def _closing(text: str, start: int) -> int:
     return position
 
 
-# What begins as objects do; the whole of one that has no other inside.
+# The beginning of an object, or a whole object without others inside.
 _OBJECT = re.compile(r'\{(?=\s*+["}])(?:[^"{}]*+(?:"(?:[^"\\]++|\\.)*+"[^"{}]*+)*+\})?', re.DOTALL)
 _UP_TO_BRACE = re.compile(r'[^"{}]*+(?:"(?:[^"\\]++|\\.)*+"[^"{}]*+)*+', re.DOTALL)
 
@@ -203,7 +203,7 @@ def _decoded(text: str) -> dict[str, Any] | None:
 
 
 def _has_infinity(value: Any) -> bool:
-    """A number too large for a float is none that can be compared."""
+    """Whether a value contains a number that is too large for a float."""
     waiting = [value]
     while waiting:
         one = waiting.pop()

@@ -1,4 +1,4 @@
-"""A JSON Schema such as models are asked to keep → what of a value does not fit it; linear, and no patterns."""
+"""A JSON Schema and a value → the ways in which the value does not match. Linear time; no regular expressions."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "minItems": lambda value, bound: not isinstance(value, list) or len(value) >= bound,
     "maxItems": lambda value, bound: not isinstance(value, list) or len(value) <= bound,
 }
-NOTES = ("title", "description", "default", "examples", "$schema", "$id")  # which say nothing about a value
+NOTES = ("title", "description", "default", "examples", "$schema", "$id")  # annotations, which do not restrict values
 KEYWORDS = ("type", "properties", "required", "additionalProperties", "items", "enum", "const", *BOUNDS)
 
 
 def check_schema(schema: Any, where: str = "schema") -> None:
-    """Refuse a schema with a keyword that would have no effect, or one of the wrong kind."""
+    """Refuse a schema with an unsupported keyword or a value of the wrong type."""
     if not isinstance(schema, Mapping):
         raise TypeError(f"{where} must be an object of JSON Schema, not {schema!r:.80}")
     if unknown := sorted(set(schema) - {*KEYWORDS, *NOTES}):
-        raise ValueError(f"{where} has {unknown[0]!r}, which is not checked here; there are {', '.join(KEYWORDS)}")
+        raise ValueError(f"{where} has {unknown[0]!r}, which is not supported; use {', '.join(KEYWORDS)}")
     for name in types_of(schema):
         if name not in TYPES:
-            raise ValueError(f"{where}: type {name!r} is none of {', '.join(TYPES)}")
+            raise ValueError(f"{where}: type {name!r} is not one of {', '.join(TYPES)}")
     for name in BOUNDS.keys() & schema.keys():
         if not _is_number(schema[name]):
             raise ValueError(f"{where}: {name} must be a number, not {schema[name]!r}")
@@ -54,23 +54,23 @@ def check_schema(schema: Any, where: str = "schema") -> None:
 
 
 def problems(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """What does not fit, each with its place.
+    """Each mismatch of a value with its schema, and where it is.
 
     >>> list(problems({"n": "4"}, {"properties": {"n": {"type": "integer"}}, "required": ["n", "why"]}))
-    ["'why' is missing", "n is no integer: '4'"]
+    ["'why' is missing", "n is not integer: '4'"]
     """
     shown = where or "it"
     names = types_of(schema)
     if names and not any(TYPES[name](value) for name in names):
-        yield f"{shown} is no {' or '.join(names)}: {value!r:.60}"
+        yield f"{shown} is not {' or '.join(names)}: {value!r:.60}"
         return
     if "const" in schema and not same(value, schema["const"]):
         yield f"{shown} is not {schema['const']!r}: {value!r:.60}"
     if "enum" in schema and not any(same(value, one) for one in schema["enum"]):
-        yield f"{shown} is none of {schema['enum']!r:.80}: {value!r:.60}"
+        yield f"{shown} is not one of {schema['enum']!r:.80}: {value!r:.60}"
     for name, fits in BOUNDS.items():
         if name in schema and not fits(value, schema[name]):
-            yield f"{shown} breaks {name} {schema[name]}: {value!r:.60}"
+            yield f"{shown} violates {name} {schema[name]}: {value!r:.60}"
     if isinstance(value, dict):
         yield from _in_object(value, schema, where)
     if isinstance(value, list) and "items" in schema:
@@ -83,7 +83,7 @@ def _in_object(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> 
     properties = schema.get("properties", {})
     yield from (f"{dot}{name!r} is missing" for name in schema.get("required", ()) if name not in value)
     if schema.get("additionalProperties") is False:
-        yield from (f"{dot}{name!r} is not asked for" for name in value if name not in properties)
+        yield from (f"{dot}{name!r} is not allowed" for name in value if name not in properties)
     for name, inner in properties.items():
         if name in value:
             yield from problems(value[name], inner, f"{dot}{name}")
@@ -95,7 +95,7 @@ def types_of(schema: Mapping[str, Any]) -> list[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal as JSON has it: true is not 1."""
+    """JSON equality: true is not 1."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 

@@ -9,13 +9,13 @@ from verifiers.types import Messages
 
 
 class MaybeThinkParser(Parser):
-    """Reads what follows the last ``</think>``, or the whole reply where there is none.
+    """Reads the text after the last ``</think>``, or the whole reply if there is none.
 
     >>> MaybeThinkParser().parse("<think>2+2…</think> 4"), MaybeThinkParser().parse(" 4 ")
     ('4', '4')
     """
 
     def parse(self, text: Messages) -> Any:
-        """What ``extract_fn`` makes of the text without the thoughts."""
+        """``extract_fn`` of the text without the thoughts."""
         reply = text if isinstance(text, str) else reply_text(text)
         return self._extract(reply.rpartition("</think>")[2].strip())

@@ -1,4 +1,4 @@
-"""A reply → whatever one function reads out of its text; the base of every parser."""
+"""A reply → the answer that a function extracts from its text; the base class of all parsers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ExtractFn = Callable[[str], str | None]
 
 
 def identity(text: str) -> str:
-    """The text itself; a named function, so that parsers can be pickled."""
+    """Return the text unchanged. A module-level function, so that parsers can be pickled."""
     return text
 
 
 def messages_in(completion: Any) -> list[Any]:
-    """The messages of a completion of any shape; what holds none gives an empty list.
+    """The messages of a completion of any shape; an empty list if it contains none.
 
     >>> messages_in("4")
     [{'role': 'assistant', 'content': '4'}]
@@ -40,7 +40,7 @@ def messages_in(completion: Any) -> list[Any]:
 
 
 def reply_text(completion: Any) -> str:
-    """The text of the last assistant message; of a string, itself; of anything else, nothing.
+    """The text of the last assistant message; a string is returned as it is, anything else gives "".
 
     >>> reply_text([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Correct!"}])
     '4'
@@ -54,7 +54,7 @@ def reply_text(completion: Any) -> str:
 
 
 class Parser:
-    """Reads the answer out of a reply with one function; no parser raises on anything a model can write.
+    """Extracts the answer from a reply with one function. No parser raises, whatever a model writes.
 
     >>> parser = Parser(extract_fn=str.upper)
     >>> parser.parse("yes")
@@ -74,11 +74,11 @@ class Parser:
         return logging.getLogger(f"verifiers.parsers.{type(self).__name__}")
 
     def parse(self, text: Messages) -> Any:
-        """What ``extract_fn`` makes of the text, or of the last assistant message's text."""
+        """``extract_fn`` of the text, or of the last assistant message's text."""
         return self._extract(text if isinstance(text, str) else reply_text(text))
 
     def parse_answer(self, completion: Messages) -> str | None:
-        """The answer in a completion; None where no assistant message is in it."""
+        """The answer in a completion; None if it contains no assistant message."""
         text = completion
         if not isinstance(text, str):
             replies = self.get_assistant_messages(completion)
@@ -89,7 +89,7 @@ class Parser:
         return answer
 
     def get_assistant_messages(self, completion: Messages) -> list[ChatMessage]:
-        """The assistant's messages, in order; a completion that is a string is one of them."""
+        """The assistant's messages, in order. A completion that is a string counts as one message."""
         return [message for message in messages_in(completion) if role_of(message) == "assistant"]
 
     def get_system_messages(self, completion: Messages) -> list[ChatMessage]:
@@ -105,7 +105,7 @@ class Parser:
         return [message for message in messages_in(completion) if role_of(message) == "tool"]
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """A reward for following the format; free text has none to break, so it is always 1."""
+        """A reward for following the format; free text has no format, so it is always 1."""
 
         def format_reward_func(completion: Messages, **kwargs: Any) -> float:
             return 1.0
@@ -115,7 +115,7 @@ class Parser:
     def _extract(self, text: str) -> str | None:
         try:
             return self.extract_fn(text)
-        except BaseException as error:  # foreign code: a text it cannot cope with has no answer
+        except BaseException as error:  # foreign code: a text on which it raises has no answer
             raise_if_escaped(error)
             self.logger.debug("extract_fn raised; the answer is None", exc_info=True)
             return None

@@ -1,4 +1,4 @@
-"""A reply that opens with its thoughts → the answer after them; nothing where the thinking never ended."""
+"""A reply that begins with its thoughts → the answer after them, or "" if the thoughts never end."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThinkParser(Parser):
-    """Reads what follows the last ``</think>``; a reply without one has the empty answer.
+    """Reads the text after the last ``</think>``; the answer of a reply without one is "".
 
-    For models that always write their thoughts into the text. Where the chat template or the endpoint takes the
-    thoughts out, use ``MaybeThinkParser``.
+    For models that always write their thoughts into the text. If the chat template or the endpoint removes the
+    thoughts, use ``MaybeThinkParser``.
 
     >>> ThinkParser().parse("<think>2+2…</think> 4")
     '4'
@@ -24,13 +24,13 @@ class ThinkParser(Parser):
     """
 
     def parse(self, text: Messages) -> Any:
-        """What ``extract_fn`` makes of the text after the thoughts."""
+        """``extract_fn`` of the text after the thoughts."""
         reply = text if isinstance(text, str) else reply_text(text)
         end = reply.rfind(CLOSE)
         return self._extract(reply[end + len(CLOSE) :].strip() if end >= 0 else "")
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """A reward: the share of assistant messages that think once, at the start, and then say something."""
+        """A reward: the share of assistant messages with one block of thoughts at the start and text after it."""
 
         def format_reward_func(completion: Messages, **kwargs: Any) -> float:
             return self._mean_over_replies(_thinks_then_answers, completion)

@@ -14,10 +14,10 @@ Field = str | tuple[str, ...]
 
 
 class XMLParser(Parser):
-    """Reads named fields out of a reply; a tuple of names is one field that may go by any of them.
+    """Reads named fields from a reply. A tuple of names is one field with alternative names.
 
     A field's text runs from its opening tag to the first closing tag of the same name, whatever is between. A tag
-    that is never closed is no field, nor is one with attributes.
+    that is never closed, or that has attributes, is not a field.
 
     >>> parser = XMLParser(["reasoning", ("tool", "answer")])
     >>> parser.parse("<reasoning>2+2</reasoning> <answer> 4 </answer>")
@@ -30,14 +30,14 @@ class XMLParser(Parser):
             raise TypeError(f"answer_field must be a string, not {answer_field!r}")
         self.answer_field = answer_field
         self._fields = [(names[0], list(names)) for names in _checked(fields)]
-        # Written out once: reading a reply is then nothing but str.find.
+        # The tags are built once, so that parsing a reply needs only str.find.
         self._tags = [[(name, f"<{name}>", f"</{name}>") for name in names] for _, names in self._fields]
         self._all_tags = [tags for field in self._tags for tags in field]
         self._first_opens = tuple(opening for _, opening, _ in self._tags[0])
         self._last_closes = tuple(closing for _, _, closing in self._tags[-1])
 
     def parse(self, text: Messages, strip: bool = True, last: bool = False) -> Any:
-        """Every field name as an attribute, None where absent; of a field that occurs twice, the first, or the last.
+        """Every field name as an attribute, None if absent. If a field occurs twice, the first one, or the ``last``.
 
         >>> XMLParser(["answer"]).parse("<answer>3</answer> no, <answer>4</answer>", last=True).answer
         '4'
@@ -51,7 +51,7 @@ class XMLParser(Parser):
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion: Messages) -> str | None:
-        """The answer field of the last assistant message that has one; of a string, the last in it.
+        """The answer field of the last assistant message that has one; in a string, the last one.
 
         >>> turns = [{"role": "assistant", "content": "<answer>4</answer>"}, {"role": "assistant", "content": "Bye!"}]
         >>> XMLParser(["answer"]).parse_answer(turns)
@@ -67,11 +67,11 @@ class XMLParser(Parser):
         return None
 
     def get_fields(self) -> list[str]:
-        """The fields in order, each by the first of its names."""
+        """The first name of each field, in order."""
         return [name for name, _ in self._fields]
 
     def format(self, **values: Any) -> str:
-        """The reply that holds these values, each under the first name of its field.
+        """A reply with these values, each under the first name of its field.
 
         >>> print(XMLParser(["answer"]).format(answer=4))
         <answer>
@@ -81,7 +81,7 @@ class XMLParser(Parser):
         return "\n".join(f"<{names[0]}>\n{_value_of(names, values)}\n</{names[0]}>" for _, names in self._fields)
 
     def get_format_str(self) -> str:
-        """The format as one would show it to a model.
+        """The format, as text for a prompt.
 
         >>> print(XMLParser([("tool", "answer")]).get_format_str())
         <[ tool | answer ]>
@@ -108,14 +108,14 @@ class XMLParser(Parser):
         for field in self._tags:
             is_seen = False
             for _, opening, closing in field:
-                # A tag alone shows the intent: it counts once some field of the reply is complete.
+                # A single tag counts as an attempt, but only if some field of the reply is complete.
                 if _find_first(text, opening, closing) is not None:
                     is_seen = has_field = True
                 elif opening in text or closing in text:
                     is_seen = True
             n_seen += is_seen
         score = 0.4 * (n_seen / len(self._tags)) if has_field else 0.0
-        score += 0.2  # spacing: white space around a field's text is always accepted, so every reply earns this
+        score += 0.2  # for spacing: white space around a field's text is always accepted, so every reply gets this
         stripped = text.strip()
         if stripped.startswith(self._first_opens):
             score += 0.2
@@ -134,7 +134,7 @@ def _find_first(text: str, opening: str, closing: str) -> str | None:
 
 
 def _find_last(text: str, opening: str, closing: str) -> str | None:
-    """Pairs tags from the left, as ``_find_first`` does: what is inside a field opens no new one."""
+    """Pair tags from the left, as ``_find_first`` does: a tag inside a field does not open a new one."""
     span, position = None, 0
     while (start := text.find(opening, position)) >= 0:
         start += len(opening)
@@ -153,7 +153,7 @@ def _value_of(names: list[str], values: dict[str, Any]) -> Any:
 
 
 def _checked(fields: Any) -> list[tuple[str, ...]]:
-    """The names of each field; an error where they cannot be tags, or one name stands for two fields."""
+    """The names of each field. Raises if a name cannot be a tag or is used for two fields."""
     if isinstance(fields, str) or not isinstance(fields, Sequence):
         raise TypeError(f"fields must be a list of names or of tuples of names, not {fields!r}")
     if not fields:
@@ -164,11 +164,11 @@ def _checked(fields: Any) -> list[tuple[str, ...]]:
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"a field must be a name or a tuple of names, not {names!r}")
         if not names:
-            raise ValueError("a field is an empty tuple; give it at least one name")
+            raise ValueError("a field is an empty tuple; it needs at least one name")
         for name in names:
             if not name.strip() or name.startswith("/") or "<" in name or ">" in name:
                 raise ValueError(f"field name {name!r} cannot be a tag")
             if name in seen:
-                raise ValueError(f"Duplicate field name {name!r}; every name may stand for one field only")
+                raise ValueError(f"Duplicate field name {name!r}; each name may be used for one field only")
             seen.add(name)
     return checked

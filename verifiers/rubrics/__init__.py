@@ -1,4 +1,4 @@
-"""Rollouts become scores: weights, groups, judges, mathematics."""
+"""Rollouts → scores: reward functions with weights, groups, judges, mathematics."""
 
 from verifiers.rubrics.judge_rubric import JudgeRubric
 from verifiers.rubrics.math_rubric import MathRubric

@@ -1,4 +1,4 @@
-"""Many finished rollouts become scores, function by function: the quick way when nothing has to be awaited."""
+"""Many finished rollouts → scores, one function at a time, which is fast for functions that await nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verifiers import calls
-from verifiers.errors import Error, GraderError, said
+from verifiers.errors import Error, GraderError, message_of
 from verifiers.rubrics.score import Score, grader_error, hand_back, one_each, state_from
 from verifiers.rubrics.signature import Plan, as_score, column, default_of
 from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
@@ -24,7 +24,7 @@ logger = logging.getLogger("verifiers.rubrics")
 
 
 class Batch:
-    """Rollouts to score: states, or columns of fields of which states are made only if a function asks for them."""
+    """Rollouts to score: states, or columns of fields, from which states are built only if a function needs them."""
 
     def __init__(self, states: Sequence[State] | None = None, **columns: Sequence[Any] | None) -> None:
         self._states = states
@@ -35,7 +35,7 @@ class Batch:
                 raise ValueError(f"{self._n} prompts but {len(values)} {name}s")
         given = columns.get("state")
         if given is not None and any(isinstance(state, State) for state in given):
-            _ = self.states  # rollouts' own states: what the columns do not say is in there
+            _ = self.states  # states of rollouts, which contain more than the columns
 
     def __len__(self) -> int:
         return self._n
@@ -59,7 +59,7 @@ class Batch:
         return [default_of(name) if value is None else value for value in values]
 
     def hand_back(self) -> None:
-        """What functions noted in copies of the caller's states goes into those."""
+        """Copy what functions wrote into copies of the caller's states back into those states."""
         given = self._columns.get("state")
         if given is not None and self._states is not None:
             for state, mapping in zip(self._states, given, strict=True):
@@ -68,7 +68,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Scores:
-    """The scores of a batch as columns, and the errors in place of some of them."""
+    """The scores of a batch as columns, and errors by index for rollouts that could not be scored."""
 
     rewards: list[float]
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Scores:
                 self.rewards[i] += weight * value
 
     def check(self) -> None:
-        """Put errors in the places of sums that nothing can be computed with."""
+        """Replace rewards that are too large or not finite by errors."""
         for i, reward in enumerate(self.rewards):
             if not -LARGEST_REWARD <= reward <= LARGEST_REWARD and i not in self.errors:
                 score = Score(reward)
@@ -102,7 +102,7 @@ class Scores:
         return Score(self.rewards[i], metrics, self.errors.get(i))
 
     def columns(self) -> dict[str, list[float | None]]:
-        """A column for each function, and the rewards: None where scoring failed."""
+        """A column per function, and the rewards, which are None if scoring failed."""
         rewards: list[float | None] = [*self.rewards]
         for i in self.errors:
             rewards[i] = None
@@ -118,7 +118,7 @@ def _state_of(prompt: Any, completion: Any, answer: Any, given: Any, task: Any, 
 
 
 async def score_batch(rubric: Rubric, batch: Batch) -> Scores:
-    """Score rollouts that need not belong together; rewards over a whole group see the whole batch."""
+    """Score rollouts that need not be of one group. Group rewards get the whole batch."""
     if rubric.scores_its_own_way:
         one_by_one = list(await asyncio.gather(*(rubric.score_alone(state) for state in batch.states)))
         await rubric.add_group_scores(batch.states, one_by_one)
@@ -168,7 +168,7 @@ async def _score_awaited(rubric: Rubric, plan: Plan, state: State) -> float | Er
 
 
 async def _score_while_quick(rubric: Rubric, plan: Plan, batch: Batch) -> list[float | Error]:
-    """The scores of the first rollouts, in one thread; all of them unless the function turns out to be slow."""
+    """The scores of the first rollouts, computed in one thread: of all rollouts unless the function is slow."""
     objects = rubric.class_objects
     n = len(batch)
     columns = [[objects[name]] * n if name in objects else batch.column(name) for name in plan.args]
@@ -187,7 +187,7 @@ async def _score_while_quick(rubric: Rubric, plan: Plan, batch: Batch) -> list[f
 
 
 class _Part:
-    """Some rollouts of a batch, scored one after the other in a thread. One that never returns fails, and ends it."""
+    """Some rollouts of a batch, scored one after the other in a thread. A call that exceeds its limit ends it."""
 
     def __init__(self, plan: Plan, columns: Sequence[Sequence[Any]], n: int) -> None:
         self.plan = plan
@@ -196,14 +196,14 @@ class _Part:
         self.scores: list[float | Error] = []
 
     async def finish(self) -> list[float | Error]:
-        """The scores: all of them, or up to and with the failure of the one that took too long."""
+        """The scores: all of them, or those up to the call that exceeded its limit, and its error."""
         scoring = calls.in_thread(self._score)
         limit_s = self.plan.hook.limit_s
         before = -1
         while not scoring.done():
             done, _ = await asyncio.wait((scoring,), timeout=limit_s)
             if not done and len(self.scores) == before:
-                self.scores, scored = [], self.scores  # the thread may go on, but nobody reads what it finds
+                self.scores, scored = [], self.scores  # the thread may continue, but its results are ignored
                 late = calls.TimeLimitError(f"it did not return within {limit_s:g} s")
                 return [*scored[:before], grader_error(late, self.plan)]
             before = len(self.scores)
@@ -224,13 +224,13 @@ class _Part:
                 scores.append(as_score(value, plan.name))
             except BaseException as raised:  # foreign code
                 error = calls.contained(raised)
-                if "signal only works in main thread" in f"{said(error)}{error.__cause__!r}":
+                if "signal only works in main thread" in f"{message_of(error)}{error.__cause__!r}":
                     raise _MainThreadOnlyError from error
                 scores.append(grader_error(error, plan))
 
 
 def _by_position(plan: Plan) -> Callable[..., Any]:
-    """The function, to be called with the values of its arguments in order."""
+    """The function as one that takes the values of its arguments by position."""
     function: Callable[..., Any] = plan.function
     parameters = list(inspect.signature(function).parameters.values())[: len(plan.args)]
     plain = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -240,7 +240,7 @@ def _by_position(plan: Plan) -> Callable[..., Any]:
 
 
 class _MainThreadOnlyError(Exception):
-    """A reward function sets signals (SIGALRM, for a limit of its own), which only the main thread can."""
+    """A reward function sets signal handlers (SIGALRM, for its own timeout), which works only in the main thread."""
 
 
 async def _awaited(value: Any) -> Any:
@@ -255,5 +255,5 @@ def from_columns(
     tasks: Sequence[Any] | None,
     infos: Sequence[Any] | None,
 ) -> Batch:
-    """A batch of the columns that ``score_rollouts`` is called with."""
+    """A batch from the columns passed to ``score_rollouts``."""
     return Batch(prompt=prompts, completion=completions, answer=answers, state=states, task=tasks, info=infos)

@@ -1,8 +1,8 @@
-"""A call on hostile text → its result, or that it went past its processor time or memory. Only worker processes use it.
+"""A call on hostile text → its result, or an error if it exceeds its CPU time or memory. Only worker processes use it.
 
-The calls are made in a child that is forked from the worker, with everything imported, and answers one after another.
-The kernel ends a child that computes for too long, whatever it is doing; the next call has a new one, some milliseconds
-later. Time on the clock plays no part: a machine that is busy makes no difference to what is found out.
+Calls run one after the other in a child forked from the worker, which has everything imported. The kernel kills a child
+that exceeds its CPU time, whatever it is doing; the next call gets a new child within milliseconds. Wall-clock time
+does not count, so the results do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NoReturn
 
 MEMORY_BYTES = 512 * 2**20
-"""What a call may allocate beyond what the worker holds."""
+"""How much a call may allocate beyond the memory of the worker."""
 OWN_ENDS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
 )
-"""What ends a child because of what it computes; any other signal came from outside."""
+"""Signals that a child gets because of its computation; any other signal was sent from outside."""
 
 Steps = Callable[..., Iterator[Any]]
 
 
 class ExhaustedError(Exception):
-    """A call used up its time or memory, raised or crashed; ``steps`` are those that it had finished."""
+    """A call used up its time or memory, raised or crashed. ``steps`` are the results of its finished steps."""
 
     def __init__(self, steps: list[Any], why: str) -> None:
         super().__init__(why)
@@ -35,14 +35,14 @@ class ExhaustedError(Exception):
 
 
 class ChildEndedError(Exception):
-    """The child was ended by something that is not its own doing."""
+    """The child was killed from outside."""
 
 
 class Bounded:
-    """A generator function whose steps run in a child process, each within its own processor time.
+    """A generator function that runs in a child process. Each of its steps has its own CPU time limit.
 
-    The function yields the seconds that its next step may take, or the result of a step as ``{"step": …}``; what the
-    last one held is the result. Everything that is sent is JSON.
+    The function yields the limit of its next step in seconds, or the result of a step as ``{"step": …}``. Arguments
+    and results are sent as JSON.
     """
 
     def __init__(self, steps: Steps, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -54,7 +54,7 @@ class Bounded:
         self._replies: BinaryIO | None = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """What the steps gave; raises `ExhaustedError` where they did not come to an end."""
+        """The results of the steps; raises `ExhaustedError` if they did not finish."""
         if not self._pid:
             self._fork()
         assert self._requests is not None
@@ -63,12 +63,12 @@ class Bounded:
         try:
             self._requests.write(json.dumps(arguments).encode() + b"\n")
             self._requests.flush()
-        except BrokenPipeError:  # it was ended between two calls
+        except BrokenPipeError:  # the child ended between two calls
             self._end()
             raise ChildEndedError("the child process was gone") from None
         while line := self._replies.readline():
             reply = json.loads(line)
-            if reply == "last":  # it has grown too large for another call
+            if reply == "last":  # the child has too little memory left for another call
                 self._end()
                 return steps
             if reply == "done":
@@ -89,13 +89,13 @@ class Bounded:
 
     def _fork(self) -> None:
         inward, outward = os.pipe(), os.pipe()
-        gc.freeze()  # what is shared with the child is not touched by its collector
+        gc.freeze()  # so that the child's garbage collector does not write to shared pages
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # the worker's other thread only reads its pipe
             pid = os.fork()
         if pid == 0:
             try:
-                self._live(inward[0], outward[1])
+                self._serve(inward[0], outward[1])
             finally:
                 os._exit(1)
         os.close(inward[0])
@@ -114,11 +114,11 @@ class Bounded:
 
     # --- in the child ---------------------------------------------------------------------------------------------
 
-    def _live(self, inward: int, outward: int) -> NoReturn:
+    def _serve(self, inward: int, outward: int) -> NoReturn:
         self._close_others(inward, outward)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the worker's is for one call, this would be for all
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # lift the worker's limit, which is for one call
         self._limit_memory()
         with os.fdopen(inward, "rb") as requests, os.fdopen(outward, "wb", buffering=0) as replies:
             while line := requests.readline():
@@ -126,7 +126,7 @@ class Bounded:
         os._exit(0)
 
     def _close_others(self, *kept: int) -> None:
-        """The worker's pipes are not the child's: whoever waits for their end shall see it."""
+        """Close inherited pipes of the worker, so that their readers see the end when the worker closes them."""
         for start, end in zip((2, *sorted(kept)), (*sorted(kept), 4096), strict=True):
             os.closerange(start + 1, end)
 
@@ -144,16 +144,16 @@ class Bounded:
                     replies.write(json.dumps(given).encode() + b"\n")
                 else:
                     signal.setitimer(signal.ITIMER_PROF, given)
-            # What a library keeps of earlier calls must not take the memory of the next one.
-            said: Any = "last" if _held_bytes() > self._room_bytes - self._memory_bytes / 2 else "done"
-        except Exception as error:  # foreign code: a text that it cannot cope with
-            said = {"raised": f"{type(error).__name__}: {error}"[:1000]}
+            # Caches that a library fills in earlier calls must not use up the memory of the next one.
+            reply: Any = "last" if _held_bytes() > self._room_bytes - self._memory_bytes / 2 else "done"
+        except Exception as error:  # foreign code: a text on which it raises
+            reply = {"raised": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(json.dumps(said).encode() + b"\n")
+        replies.write(json.dumps(reply).encode() + b"\n")
 
 
 def _held_bytes() -> int:
-    """The address space of this process; 0 where there is no way to tell, and then there is no limit on it."""
+    """The size of this process's address space, or 0 if it is unknown, in which case there is no limit."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""A completion → what another model thinks of it, as a reply to read or as a score from 0 to 1."""
+"""A completion → a judge model's verdict, as text or as a score from 0 to 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.types import ChatMessage, Messages, RewardFunc
 
 MAX_SHOWN_CHARS = 400_000
-"""Of what the policy wrote, as a judge is shown it; less where the judge's context holds less."""
+"""The longest text of the policy in a judge's prompt; reduced if the prompt does not fit into the judge's context."""
 MIN_SHOWN_CHARS = 1_000
 AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -40,7 +40,7 @@ AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class JudgeRubric(Rubric):
-    """Reward functions that can ask a model; or, with ``judge_models`` or a ``template``, the score those models give.
+    """Reward functions that can call a judge; with ``judge_models`` or a ``template``, the score that judges give.
 
     >>> from verifiers.clients import FakeClient
     >>> rubric = JudgeRubric(judge_models=["a", "b"], client=FakeClient(["<score>10</score>", "<score>5</score>"]))
@@ -68,7 +68,7 @@ class JudgeRubric(Rubric):
         class_objects: Mapping[str, Any] | None = None,
     ) -> None:
         if judge_client is not None and client is not None and judge_client is not client:
-            raise TypeError("client= and judge_client= are two names for the same thing; give one")
+            raise TypeError("client= and judge_client= are two names for the same argument; pass one")
         self.judge_client = judge_client if judge_client is not None else client
         self.judge_model = judge_model
         self.judge_sampling_args = dict(judge_sampling_args or {})
@@ -92,15 +92,15 @@ class JudgeRubric(Rubric):
         if judge_models is not None or template is not None:
             self._judge_alone(judge_models, aggregation, template, scale)
         elif aggregation is not None or scale is not None:
-            raise TypeError("aggregation= and scale= go with judge_models= or template=")
+            raise TypeError("aggregation= and scale= need judge_models= or template=")
 
-    # --- a judge to ask -------------------------------------------------------------------------------------------
+    # --- a judge for reward functions -----------------------------------------------------------------------------
 
     @calls.both
     async def judge(self, prompt: Messages, completion: Messages, answer: Any = "", state: Any = None, **_: Any) -> str:
-        """The judge's reply to ``judge_prompt``; asked once for each rollout, remembered in its state.
+        """The judge's reply to ``judge_prompt``, requested once per rollout and cached in its state.
 
-        Reward functions may hand on all that they were given (``task``, ``info``, …); what is not needed is ignored.
+        Reward functions may pass on all their arguments (``task``, ``info``, …); those not needed are ignored.
         """
         template = Template(self.judge_prompt)
 
@@ -113,7 +113,7 @@ class JudgeRubric(Rubric):
         return await self._once(state, render(MAX_SHOWN_CHARS), self.judge_model, lambda: _ask_fitting(ask, render))
 
     def _render(self, template: Template, prompt: Any, completion: Any, answer: Any, most: int) -> str:
-        """What the judge is asked; what the policy wrote is cut in the middle where it is longer than ``most``."""
+        """The judge's prompt. Text of the policy that is longer than ``most`` characters is cut in the middle."""
         make: dict[str, Callable[[], Any]] = {
             "question": lambda: last_question(prompt),
             "prompt": lambda: transcript(prompt),
@@ -134,17 +134,17 @@ class JudgeRubric(Rubric):
             completion = await as_client(self.judge_client).complete(request)
         except BaseException as raised:  # a client may be foreign code
             error = calls.contained(raised)
-            raise JudgeError(f"judge {model!r} gave no reply: {error}") from error
+            raise JudgeError(f"judge {model!r} did not reply: {error}") from error
         reply = messages.text_of(completion.message)
         if not reply:
             raise JudgeError(f"judge {model!r} gave an empty reply (finish reason: {completion.finish_reason})")
         return reply
 
     async def _once(self, state: Any, key: str, model: str, ask: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """A reply out of the rollout's state; else asked for, by one of those who want it at the same time.
+        """The reply cached in the rollout's state, or else a new one; concurrent callers share one request.
 
-        It is kept under what was asked; where another judge has replied to the same, with the model's name, and where
-        that is the same, with the server's address.
+        The key is the prompt; if another judge has replied to the same prompt, also the model's name; and if that is
+        the same too, also the server's address.
         """
         if state is None:
             return await ask()
@@ -161,7 +161,7 @@ class JudgeRubric(Rubric):
         _replies_in(state).keep(key, judge, reply)
         return reply
 
-    # --- judges that score by themselves --------------------------------------------------------------------------
+    # --- judges that give scores ----------------------------------------------------------------------------------
 
     def _judge_alone(
         self,
@@ -173,12 +173,12 @@ class JudgeRubric(Rubric):
         given = self.judge_model if judge_models is None else judge_models
         models = [given] if isinstance(given, str) else list(given)
         if aggregation is not None and aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation={aggregation!r}; it can be {', '.join(AGGREGATIONS)}")
+            raise ValueError(f"aggregation={aggregation!r} must be one of {', '.join(AGGREGATIONS)}")
         self.judge_models = _numbered(models)
         self.aggregation = aggregation or "mean"
         self.template = Template(DEFAULT_TEMPLATE if template is None else template)
         if not self.template.fields & {"completion", "response"}:
-            raise ValueError("the judge's template shows nothing of the reply; it needs {completion} or {response}")
+            raise ValueError("the judge's template does not contain the reply; add {completion} or {response}")
         self.scale = _checked(scale or read_scale(self.template.text))
         self.add_reward_func(self.judge_score)
         if len(models) > 1:
@@ -186,7 +186,7 @@ class JudgeRubric(Rubric):
                 self.add_metric(self._score_of(label))
 
     async def judge_score(self, prompt: Messages, completion: Messages, answer: Any, state: Any) -> float:
-        """All judges' scores in one; if one of them gives none, there is none."""
+        """The aggregate of all judges' scores; fails if one of them gives no score."""
         score_of = [self._score_of(label) for label in self.judge_models]
         asked = (score(prompt=prompt, completion=completion, answer=answer, state=state) for score in score_of)
         scores = await asyncio.gather(*asked, return_exceptions=True)
@@ -208,7 +208,7 @@ class JudgeRubric(Rubric):
             reply = await self._once(state, key, self.judge_models[label], lambda: _ask_fitting(ask, render))
             found = read_score(reply, self.scale)
             if found is None:
-                raise JudgeError(f"the remembered reply of judge {label!r} has no score: {reply!r:.200}")
+                raise JudgeError(f"the cached reply of judge {label!r} has no score: {reply!r:.200}")
             return found
 
         score.__name__ = f"judge_score_{label}"
@@ -224,7 +224,7 @@ class JudgeRubric(Rubric):
         low, high = self.scale
         raise JudgeError(
             f"judge {model!r} gave no score from {low:g} to {high:g} in {self.max_retries + 1} replies; "
-            f"the last one: {reply!r:.200}"
+            f"the last reply was {reply!r:.200}"
         )
 
     def _reminder(self) -> str:
@@ -236,9 +236,9 @@ class JudgeRubric(Rubric):
 
 
 async def _ask_fitting(ask: Callable[[str], Awaitable[str]], render: Callable[[int], str]) -> str:
-    """Ask; where the question is too long for the judge's context, show it less of what the policy wrote.
+    """Ask; if the prompt does not fit into the judge's context, shorten the text of the policy in it.
 
-    A policy that writes without end must not thereby escape its judge.
+    Otherwise a policy could avoid its judge by writing too much.
     """
     most, asked = MAX_SHOWN_CHARS, render(MAX_SHOWN_CHARS)
     while True:
@@ -251,12 +251,12 @@ async def _ask_fitting(ask: Callable[[str], Awaitable[str]], render: Callable[[i
             while len(asked) == longer and most > MIN_SHOWN_CHARS:
                 most //= 4
                 asked = render(most)
-            if len(asked) == longer:  # it is not the policy's text that is too long
+            if len(asked) == longer:  # the rest of the prompt is too long
                 raise
 
 
 class _Ask:
-    """One request that several may wait for; it is given up when the last of them is cancelled."""
+    """One request with several waiters; it is cancelled with the last of them."""
 
     def __init__(self, task: asyncio.Task[str]) -> None:
         self.task = task
@@ -277,31 +277,31 @@ class _Ask:
             self.n_waiting -= 1
 
 
-_Judge = tuple[str, str | int]  # the name of a model, and its server
+_Judge = tuple[str, str | int]  # the name of a model, and its server (an address, or an id without one)
 
 
 class _Replies(dict[str, str]):
-    """What was asked about a rollout → what was replied; ``judges`` says by whom, where that is known."""
+    """The judges' replies about a rollout, by prompt. ``judges`` maps the same keys to the judge, if it is known."""
 
     def __init__(self, saved: Any) -> None:
         super().__init__(saved if isinstance(saved, Mapping) else {})
         self.judges: dict[str, _Judge] = {}
 
     def find(self, key: str, judge: _Judge) -> str | None:
-        """This judge's reply; a saved one, of which it is not known whose it is, is the first asker's."""
+        """This judge's reply. A saved reply of an unknown judge counts as that of the first judge that looks for it."""
         names = [f"[{judge[0]}] {key}", key]
         names = [*self._own(key, judge), *names] if isinstance(judge[1], str) else [*names, *self._own(key, judge)]
         saved = (name for name in names if name in self and self.judges.setdefault(name, judge) == judge)
         return next((str(self[name]) for name in saved), None)
 
     def keep(self, key: str, judge: _Judge, reply: str) -> None:
-        is_model_told = self.judges.get(key, judge)[0] == judge[0]  # else the name of the model tells them apart
-        names = [key, *([] if is_model_told else [f"[{judge[0]}] {key}"]), *self._own(key, judge)]
+        is_same_model = self.judges.get(key, judge)[0] == judge[0]  # otherwise the key gets the model's name
+        names = [key, *([] if is_same_model else [f"[{judge[0]}] {key}"]), *self._own(key, judge)]
         name = next(name for name in names if self.judges.setdefault(name, judge) == judge)
         self[name] = reply
 
     def _own(self, key: str, judge: _Judge) -> list[str]:
-        """Names for models of one name: by the server's address; without one they count in the order they ask."""
+        """Keys for judges with the same model name: by the server's address, or numbered if it has none."""
         model, server = judge
         if isinstance(server, str):
             return [f"[{model} at {server}] {key}"]
@@ -316,14 +316,14 @@ def _replies_in(state: Any) -> _Replies:
 
 
 class _LazyClient:
-    """Stands for the client that nobody gave, where a reward function asks for ``judge_client``."""
+    """The default for ``judge_client`` in reward functions: an ``AsyncOpenAI()``, created on first use."""
 
     @cached_property
     def _client(self) -> Any:
         try:
             from openai import AsyncOpenAI
         except ImportError as error:
-            raise ImportError("no judge_client was given: pass one, or pip install 'verifiers[openai]'") from error
+            raise ImportError("there is no judge_client: pass one, or pip install 'verifiers[openai]'") from error
         return AsyncOpenAI()
 
     def __getattr__(self, name: str) -> Any:
@@ -337,7 +337,7 @@ def _from_user(text: str) -> list[ChatMessage]:
 
 
 def _numbered(models: Sequence[str]) -> dict[str, str]:
-    """Each judge's label and model: a model that judges twice gets a number."""
+    """The model of each judge by its label. A repeated model gets a number."""
     if not models:
         raise ValueError("judge_models is empty; name at least one model")
     labels: dict[str, str] = {}
@@ -350,9 +350,9 @@ def _numbered(models: Sequence[str]) -> dict[str, str]:
 def _checked(scale: tuple[float, float] | None) -> tuple[float, float]:
     if scale is None:
         raise ValueError(
-            "the template does not say its scale; write <score>[0-10]</score> in it, or pass scale=(0, 10)"
+            "the template does not contain its scale; write <score>[0-10]</score> in it, or pass scale=(0, 10)"
         )
     low, high = (float(bound) for bound in scale)
     if not low < high:
-        raise ValueError(f"scale={scale!r} must go up")
+        raise ValueError(f"scale={scale!r} must be (low, high) with low < high")
     return low, high

@@ -1,4 +1,4 @@
-"""What a judge is shown, and what its reply says: a template → a prompt, a reply → a score from 0 to 1."""
+"""Judge templates and replies: a template → a prompt, a reply → a score from 0 to 1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ sentences. Then score it from 0 (useless) to 10 (could not be better):
 
 <score>[0-10]</score>"""
 
-MAX_SCORE_CHARS = 20_000  # of the end of a reply, in which its score is looked for
+MAX_SCORE_CHARS = 20_000  # the score is searched for in the last so many characters of a reply
 
 _NAMED = re.compile("|".join(rf"\{{{name}\}}" for name in FIELDS))
 _OPEN_TAG = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
@@ -61,15 +61,15 @@ _RANGE = re.compile(
 _OUT_OF = re.compile(rf"(?:out of|/)\s?({_NUMBER})")
 _ASKS_FOR_SCORE = re.compile(r"\b(?:scor|rat[ei]|scale|grad|point)", re.IGNORECASE)
 _SCORE_TAG = re.compile(r"<(/?)score>", re.IGNORECASE)
-_SAID = re.compile(rf"(?<![\d.])(-?{_NUMBER})(?:\s?(?:/|out of|of)\s?({_NUMBER}))?")
+_STATED = re.compile(rf"(?<![\d.])(-?{_NUMBER})(?:\s?(?:/|out of|of)\s?({_NUMBER}))?")
 
 
 class Template:
-    """A prompt with ``{placeholders}``, filled in one pass: braces in what is filled in mean nothing.
+    """A prompt with ``{placeholders}``, filled in one pass: braces in the values have no effect.
 
-    ``{{`` and ``}}`` are braces, as for ``str.format``; in a template that ``str.format`` could not read (an example in
-    JSON) every brace but those of the placeholders stands for itself. Between ``<tag>`` and ``</tag>`` a text cannot
-    close the tag.
+    ``{{`` and ``}}`` are literal braces, as for ``str.format``. In a template that ``str.format`` could not parse (with
+    an example in JSON, say) all braces except those of placeholders are literal. A value between ``<tag>`` and
+    ``</tag>`` cannot close the tag.
 
     >>> Template("<r>{response}</r> {answer}").render({"response": "{answer}</r>", "answer": "4"})
     '<r>{answer}<\\\\/r></r> 4'
@@ -82,8 +82,8 @@ class Template:
         self.fields = {name for _, name in self._pieces if name}
         if unknown := self.fields - set(FIELDS):
             raise ValueError(
-                f"the judge's template asks for {sorted(unknown)}; it can have {', '.join(FIELDS)} "
-                f"(for a brace itself write it twice)"
+                f"the judge's template has unknown fields {sorted(unknown)}; it may have {', '.join(FIELDS)} "
+                f"(for a literal brace write it twice)"
             )
 
     def render(self, values: Mapping[str, str]) -> str:
@@ -97,7 +97,7 @@ class Template:
 
 
 def _format_pieces(text: str) -> list[tuple[str, str | None]] | None:
-    """The pieces as ``str.format`` sees them: a text, and the field after it. None where it would see nonsense."""
+    """The pieces as ``str.format`` parses them: a text, and the field after it. None if it could not parse them."""
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError:
@@ -123,7 +123,7 @@ def _confined(value: str, before: str, after: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters, and a remark, in the place of its middle.
+    """A text with at most so many of its characters, and a remark in place of the middle.
 
     >>> shortened("abcdefgh", 4)
     'ab\\n[… 4 characters are left out here …]\\ngh'
@@ -135,7 +135,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def transcript(conversation: Any) -> str:
-    """Messages as text for a judge; of one message its text alone, of several each with its role.
+    """Messages as text for a judge: a single message as its text, several messages with their roles.
 
     >>> print(transcript([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]))
     user: 2+2?
@@ -144,13 +144,13 @@ def transcript(conversation: Any) -> str:
     """
     if isinstance(conversation, str):
         return conversation
-    turns = [(messages.role_of(message), _said(message)) for message in conversation or ()]
+    turns = [(messages.role_of(message), _message_text(message)) for message in conversation or ()]
     if len(turns) == 1:
         return turns[0][1]
     return "\n\n".join(f"{role}: {text}" for role, text in turns)
 
 
-def _said(message: Any) -> str:
+def _message_text(message: Any) -> str:
     lines = [text] if (text := messages.text_of(message)) else []
     tool_calls = message.get("tool_calls") if isinstance(message, dict) else getattr(message, "tool_calls", None)
     for call in tool_calls or ():
@@ -161,7 +161,7 @@ def _said(message: Any) -> str:
 
 
 def last_question(prompt: Any) -> str:
-    """The text of the last message of the user; of a string, itself."""
+    """The text of the user's last message; a string is returned as it is."""
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt or () if messages.role_of(message) == "user"]
@@ -169,7 +169,7 @@ def last_question(prompt: Any) -> str:
 
 
 def read_scale(text: str) -> tuple[float, float] | None:
-    """The scale that a template asks for: in its ``<score>`` tags, or on a line that speaks of scoring.
+    """The scale in a template: in its ``<score>`` tags, or on a line about scoring.
 
     >>> read_scale("Rate it from 1 to 5."), read_scale("<score>[0-10]</score>"), read_scale("Is it good?")
     ((1.0, 5.0), (0.0, 10.0), None)
@@ -186,16 +186,16 @@ def read_scale(text: str) -> tuple[float, float] | None:
 
 
 def read_score(reply: str, scale: tuple[float, float]) -> float | None:
-    """The score in the last ``<score>`` of a reply, from 0 to 1; None where it is missing, unclear or off the scale.
+    """The score in the last ``<score>`` of a reply, from 0 to 1; None if it is missing, ambiguous or off the scale.
 
     >>> read_score("Fine. <score>8/10</score>", (0, 10)), read_score("<score>11</score>", (0, 10))
     (0.8, None)
     """
     low, high = scale
-    said = _SAID.findall((_last_score(reply) or "").replace("*", ""))
-    if len(said) != 1 or (said[0][1] and float(said[0][1]) != high):
+    stated = _STATED.findall((_last_score(reply) or "").replace("*", ""))
+    if len(stated) != 1 or (stated[0][1] and float(stated[0][1]) != high):
         return None
-    score = float(said[0][0])
+    score = float(stated[0][0])
     return (score - low) / (high - low) if low <= score <= high else None
 
 

@@ -1,4 +1,4 @@
-"""Two mathematical answers → are they equal, by math-verify. Only worker processes import this: it costs sympy."""
+"""Two mathematical answers → whether they are equal, by math-verify. Only worker processes import it (with sympy)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ for name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
 LABEL_S = 5.0
-"""The right answer is the data set's, and may take longer to read than what a model wrote."""
+"""CPU time to parse the right answer. It comes from the data set, so it may take longer than a model's answer."""
 SHARE = 0.75
-"""Of its limit, what a comparison may compute: the rest is for a new child where it does not come to an end."""
+"""The share of its limit that a comparison may use for computing; the rest is for forking a new child if it fails."""
 BUSY, MORE = 1.2, 2.0
-"""How many times its limit a comparison must have taken on the clock to be asked again, and how many times its limit
-it then has."""
+"""A comparison that ran out of CPU time is repeated if it took at least `BUSY` times its limit of wall-clock time, with
+`MORE` times the limit."""
 PLACES = 20
 ROUGHLY = 1e-2
-"""How far apart the sides of an equation between decimals may lie: ``22/7 = 3.14`` is meant well, ``4 = 5`` is not."""
+"""The tolerance for equations between decimals: ``22/7 = 3.14`` counts as true, ``4 = 5`` does not."""
 _NUMERIC_ONLY = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
-# Units are taken off before (see math_units): what math-verify holds for one, "t" and "o" and "km", says too little.
+# Units are removed before (see math_units): math-verify does not handle them reliably ("t", "o", "km").
 _EXTRACTION = (
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(
@@ -41,35 +41,35 @@ _EXTRACTION = (
 
 
 def compare_answers(answers: list[str], responses: list[str], limit_s: float) -> bool | None:
-    """Is any reading of the response equal to one of the answer's? None where the answer itself cannot be read.
+    """Whether any reading of the response equals one of the answer. None if the answer itself cannot be parsed.
 
-    A response that takes longer than ``limit_s`` of processor time, or twice as long as the answer took to be read,
-    is not equal. Where the machine was busy with other things it is asked again with more: caches that others have
-    emptied make the same work take longer.
+    A response is not equal if it takes more CPU time than ``limit_s`` and than twice the time to parse the answer. If
+    the machine was busy, the comparison is repeated with a larger limit, because the same work takes more CPU time
+    when other processes evict the caches.
     """
     began = time.monotonic()
     try:
-        return _asked(answers, responses, limit_s)
+        return _compare_in_child(answers, responses, limit_s)
     except ExhaustedError as error:
         if not error.steps:
             return None
     waited = (time.monotonic() - began) / limit_s
     try:
-        return waited > BUSY and _asked(answers, responses, limit_s * MORE)
+        return waited > BUSY and _compare_in_child(answers, responses, limit_s * MORE)
     except ExhaustedError:
         return False
 
 
-def _asked(answers: list[str], responses: list[str], limit_s: float) -> bool | None:
+def _compare_in_child(answers: list[str], responses: list[str], limit_s: float) -> bool | None:
     try:
         *_, verdict = _compare(answers, responses, limit_s)
-    except ChildEndedError:  # something else ended it: nothing was found out
+    except ChildEndedError:  # killed from outside, so try once more
         *_, verdict = _compare(answers, responses, limit_s)
     return None if verdict is None else bool(verdict)
 
 
 def compare_steps(answers: list[str], responses: list[str], limit_s: float) -> Iterator[Any]:
-    """Read the answer, then compare the response with it: see `bounded.Bounded` for what is yielded."""
+    """Parse the answer, then compare the response with it. For what it yields, see `bounded.Bounded`."""
     yield LABEL_S
     golds, took_s = _label(tuple(answers))
     if not golds:
@@ -83,14 +83,14 @@ def compare_steps(answers: list[str], responses: list[str], limit_s: float) -> I
 
 @functools.lru_cache(maxsize=1024)
 def _label(answers: tuple[str, ...]) -> tuple[list[list[Any]], float]:
-    """The readings of an answer, and the processor time it took: that of a whole group of rollouts, once."""
+    """The readings of an answer and the CPU time they took; cached, because a group has the same answer."""
     began = time.process_time()
     golds = [gold for text in answers if (gold := read(text))]
     return golds, time.process_time() - began
 
 
 def read(text: str) -> list[Any]:
-    """What math-verify reads in an answer: a sympy object and its text; nothing where it reads none."""
+    """The result of math-verify's parser: a sympy object and its text, or [] if it cannot parse the answer."""
     found = parse(f"\\boxed{{{text}}}", extraction_config=_EXTRACTION, parsing_timeout=None)
     return [_with_imaginary_unit(item) if isinstance(item, Basic) else item for item in found]
 
@@ -101,12 +101,12 @@ def _with_imaginary_unit(item: Basic) -> Basic:
 
 
 def are_equal(gold: list[Any], target: list[Any]) -> bool:
-    """Do two readings agree? Without math-verify's own limits: they are signals, and the child has a better one."""
+    """Whether two readings are equal. math-verify's own timeouts are off, because the child has a CPU time limit."""
     left, right = gold[0], target[0] if target else None
     if isinstance(right, Basic):
         if any(_is_false(equation) for equation in _equations(right)):
             return False
-        right = _turned(right)
+        right = _variable_first(right)
         target = [right, *target[1:]]
     if _are_same_numbers(left, right) or _are_same_equations(left, right):
         return True
@@ -114,14 +114,14 @@ def are_equal(gold: list[Any], target: list[Any]) -> bool:
 
 
 def _equations(item: Basic) -> list[Eq]:
-    """The equations that an answer states, one beside the other or in a chain."""
+    """The equations in an answer, listed or in a chain."""
     if isinstance(item, Eq):
         return [item]
     return [inner for inner in item.args if isinstance(inner, Eq)]
 
 
 def _is_false(equation: Eq) -> bool:
-    """Does an equation between numbers say what is not so?"""
+    """Whether this is an equation between numbers that is false."""
     sides = (equation.lhs, equation.rhs)
     if not all(isinstance(side, Expr) and side.is_number for side in sides):
         return False
@@ -130,7 +130,7 @@ def _is_false(equation: Eq) -> bool:
     return bool(gap > tolerance * max(size, 10.0 ** (4 - PLACES)))
 
 
-def _turned(item: Basic) -> Basic:
+def _variable_first(item: Basic) -> Basic:
     """``5 = x`` as ``x = 5``."""
     if isinstance(item, Eq) and not item.lhs.free_symbols and item.rhs.is_Symbol:
         return Eq(item.rhs, item.lhs, evaluate=False)
@@ -138,9 +138,9 @@ def _turned(item: Basic) -> Basic:
 
 
 def _are_same_numbers(a: Any, b: Any) -> bool:
-    """Do two expressions have the same value, to twenty places, wherever their variables were put?
+    """Whether two expressions have the same value, to twenty places, at several points.
 
-    Far quicker than simplifying their difference; what it does not see is left to that.
+    This is far faster than simplifying their difference. Whatever it does not decide is left to math-verify.
     """
     if not isinstance(a, Expr) or not isinstance(b, Expr) or a.free_symbols != b.free_symbols:
         return False
@@ -151,7 +151,7 @@ def _are_same_numbers(a: Any, b: Any) -> bool:
 
 
 def _are_same_equations(a: Any, b: Any) -> bool:
-    """Are the sides of two equations in several variables apart in the same ratio everywhere?"""
+    """Whether two equations in several variables are multiples of each other, tested at several points."""
     if not isinstance(a, Eq) or not isinstance(b, Eq) or len(a.free_symbols) < 2 or a.free_symbols != b.free_symbols:
         return False
     if not all(isinstance(side, Expr) and not side.has(*_NUMERIC_ONLY) for side in (*a.args, *b.args)):
@@ -165,7 +165,7 @@ def _are_same_equations(a: Any, b: Any) -> bool:
 
 
 def _values(a: Expr, b: Expr, seeds: tuple[int, ...]) -> list[tuple[Any, Any]]:
-    """The values of two expressions in the same variables, at one point for each seed; none if one has none."""
+    """The values of two expressions at one point per seed; [] if one has no finite value at a point."""
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     values = []
     for seed in seeds if symbols else seeds[:1]:
@@ -209,7 +209,7 @@ a, b \text{ and } c ~ \infty
 
 
 def warm_up() -> None:
-    """Build the grammar's tables and import what sympy imports late, so that no answer is charged for it."""
+    """Build the parser's tables and trigger sympy's late imports, so that they do not count against a time limit."""
     for pair in _WARM_UP.split("\n")[1:-1]:
         answer, response = pair.split(" ~ ")
         are_equal(read(answer), read(response))

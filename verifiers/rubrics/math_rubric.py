@@ -1,6 +1,6 @@
-"""A completion and the right answer in mathematics → 1 or 0: plain numbers at once, all else by math-verify.
+"""A completion and the right mathematical answer → 1 or 0: plain numbers directly, all else by math-verify.
 
-Whatever a model writes is compared or found unequal: it cannot hold, crash or outlast the comparison.
+Whatever a model writes is equal or not equal: it cannot block, crash or time out the comparison.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_REMEMBERED = 4096
 MAX_REMEMBERED_CHARS = 1000
 MAX_ANSWER_CHARS = 10_000
 STALL_S = 60.0
-"""On the clock, for what takes a fraction of a second of processor time: past it the machine is at fault."""
+"""Wall-clock limit of a comparison, which needs a fraction of a second of CPU time: if exceeded, the worker stalled."""
 
 _compare_answers = InWorker("verifiers.rubrics.math_check", "compare_answers")
 
 
 class MathRubric(Rubric):
-    """Is the parsed answer equal to the right one? Reward functions given in ``funcs`` count beside ``correct_answer``.
+    """Whether the parsed answer equals the right one. Reward functions in ``funcs`` count besides ``correct_answer``.
 
-    math-verify runs in worker processes. An answer that it cannot compare within ``timeout_seconds`` of processor time
-    is not equal, whatever the machine is doing besides; a right answer that it cannot read fails the rollout.
+    math-verify runs in worker processes. An answer that it cannot compare within ``timeout_seconds`` of CPU time is not
+    equal, however busy the machine is. A right answer that it cannot parse fails the rollout.
 
     >>> rubric = MathRubric()
     >>> rubric.score_rollout_sync("1/2 + 1/4?", "So it is \\\\boxed{0.75}.", "3/4", {})
@@ -54,7 +54,7 @@ class MathRubric(Rubric):
             raise ValueError(f"timeout_seconds={timeout_seconds!r} must be a number above 0")
         if max_workers is not None:
             warnings.warn(
-                "max_workers has no effect: all rubrics share one pool of worker processes, one for each core",
+                "max_workers has no effect: all rubrics share one pool of worker processes, one per core",
                 stacklevel=2,
             )
         parser = parser or MaybeThinkParser(extract_fn=extract_boxed_answer)
@@ -66,7 +66,7 @@ class MathRubric(Rubric):
     async def correct_answer(self, parser: Parser, completion: Messages, answer: Any, **_: Any) -> float:
         """1.0 if the answer that the parser finds in the completion equals the right one, else 0.0.
 
-        Reward functions may hand on all that they were given; what is not needed is ignored.
+        Reward functions may pass on all their arguments; those not needed are ignored.
         """
         right, response = _as_text(answer), _as_text(parser.parse_answer(completion))
         if not right:
@@ -96,16 +96,16 @@ class MathRubric(Rubric):
         try:
             try:
                 verdict = await call_in_worker(_compare_answers, arguments, timeout_s=STALL_S)
-            except GraderError:  # a worker that stalled or was killed: nothing was found out, so ask another
+            except GraderError:  # the worker stalled or was killed, so try another one
                 verdict = await call_in_worker(_compare_answers, arguments, timeout_s=STALL_S)
         except GraderError as error:
             raise GraderError(f"comparing {response!r:.100} with {right!r:.100}: {error}") from error
         if verdict is None:
-            raise GraderError(f"the row's answer {right!r:.100} cannot be read as mathematics; mend it in the data set")
+            raise GraderError(f"the row's answer {right!r:.100} cannot be parsed as mathematics; correct the data set")
         return bool(verdict)
 
 
 def _as_text(answer: Any) -> str:
     if isinstance(answer, float):
-        return f"{Decimal(repr(answer)):f}"  # 1e-300 would be read as a product
+        return f"{Decimal(repr(answer)):f}"  # 1e-300 would be parsed as a product
     return "" if answer is None else str(answer).strip()

@@ -1,6 +1,6 @@
-"""An answer such as ``5~\\mathrm{m/s}`` → its value and its unit of measure; spellings of one unit are one.
+"""An answer such as ``5~\\mathrm{m/s}`` → its value and its unit of measure, with different spellings unified.
 
-Arithmetic on names only, in time linear in the text: nothing is converted, 1 km is not 1000 m here.
+It works on names only, in linear time, and converts nothing: 1 km does not equal 1000 m here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Unit = tuple[tuple[str, int], ...]
 
 
 class Quantity(NamedTuple):
-    """A value as text, and its unit; None where it has none, or only words that measure nothing (``5 apples``)."""
+    """A value as text, and its unit; None if it has none, or only words that are not units (``5 apples``)."""
 
     value: str
     unit: Unit | None
@@ -30,7 +30,7 @@ class _Reading:
 
 
 _PREFIXES = {"k": "kilo", "c": "centi", "d": "deci", "m": "milli", "M": "mega", "G": "giga", "μ": "micro", "n": "nano"}
-_METRIC = {  # symbol → words, which take the prefixes above
+_METRIC = {  # symbol → words; both take the prefixes above
     "m": "meter metre",
     "g": "gram gramme",
     "s": "second",
@@ -108,11 +108,11 @@ _NUMERALS = frozenset(
     | {"half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "hundredths", "times", "plus"}
     | {"minus", "over", "choose", "modulo", "divided", "percents", "thousands", "millions", "billions", "hundreds"}
 )
-"""Words that change a value; dropping them would make 5 million of 5."""
+"""Words that change the value: without them, 5 million would equal 5."""
 
 
 def _known() -> tuple[dict[str, str], dict[str, str]]:
-    """Symbols, which keep their case, and words, which do not, each with the unit that it stands for."""
+    """Case-sensitive symbols and case-insensitive words, each with its unit."""
     symbols = {"l": "L", "ml": "mL", "cl": "cL", "dl": "dL", "µm": "μm", "µg": "μg", "µs": "μs", "hr": "h", "Ohm": "Ω"}
     words: dict[str, str] = {}
     for symbol, names in _METRIC.items():
@@ -178,7 +178,7 @@ def _split_after_value(text: str) -> Quantity:
 
 
 def _split_after_expression(text: str) -> Quantity:
-    """The unit after a value that is no plain number: in ``\\text{…}``, or a known word of two letters or more."""
+    """The unit after a value that is not a plain number: in ``\\text{…}``, or a known word of two or more letters."""
     start = max(0, len(text) - MAX_UNIT_CHARS)
     for opening in _START.finditer(text, start):
         value = text[: opening.start()].rstrip()
@@ -195,7 +195,7 @@ def _split_after_expression(text: str) -> Quantity:
 
 
 def _read(text: str) -> _Reading | None:
-    """What a text after a value says: a unit, words that are none, or (None) no such thing at all."""
+    """The unit in a text after a value, or a reading without one if it has only other words; None if it is neither."""
     if len(text) > MAX_UNIT_CHARS or not all(map(_may_stand_alone, _LETTERS.findall(_IN_TEXT.sub(" ", text)))):
         return None
     plain = _AS_DEGREE.sub(" °", _IN_TEXT.sub(r" \1 ", text)).replace("° C", "°C").replace("° F", "°F").rstrip(" .")
@@ -228,14 +228,14 @@ def _read(text: str) -> _Reading | None:
             for last, exponent in units or ():
                 exponents[last] = exponents.get(last, 0) + sign * power * exponent
             power = 1
-    if power != 1:  # "5 squared" is no quantity
+    if power != 1:  # "5 squared" is not a quantity
         return None
     unit = tuple(sorted((name, n) for name, n in exponents.items() if n and abs(n) <= MAX_EXPONENT))
     return _Reading(unit if is_known and unit else None, has_bare_letter)
 
 
 def _may_stand_alone(word: str) -> bool:
-    """Is a word outside of ``\\text{…}`` a unit, or one that counts something, and no variable or function?"""
+    """Whether a word outside of ``\\text{…}`` may be a unit or a counted thing, not a variable or a function."""
     if len(word) == 1:
         return word in _BARE_LETTERS
     lowered = word.lower()

@@ -1,6 +1,6 @@
-"""Two answers in mathematics → equal, different, or not to be told without algebra.
+"""Two mathematical answers → equal, different, or undecided without algebra.
 
-Arithmetic only, in time linear in the text. It says *equal* or *different* only where there is no doubt.
+It uses arithmetic only, in linear time, and decides only if there is no doubt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_CHARS = 2000
 MAX_NUMBER_CHARS = 200
 MAX_WRAPPERS = 8
 ROUNDING = Fraction(1, 10**5)
-"""Numbers with a decimal point that are nearer than this may be roundings of one another."""
+"""Numbers with a decimal point that differ by less may be roundings of one another."""
 RELATIVE_ROUNDING = Fraction(1, 10**9)
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
@@ -65,7 +65,7 @@ _COMMANDS = ("\\boxed{", "\\text{", "\\textbf{", "\\mathrm{", "\\mathbf{", "\\di
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as written: its value, and whether it could be the rounding of another one."""
+    """A number as written: its value, whether it has no decimal point, and whether it is a percentage."""
 
     value: Fraction
     is_exact: bool
@@ -73,9 +73,9 @@ class Number:
 
 
 def compare_plainly(answer: str, response: str) -> bool | None:
-    r"""True if they are surely equal, False if they surely differ, None if algebra must tell.
+    r"""True if they are certainly equal, False if they certainly differ, None if algebra must decide.
 
-    Units that both have must be the same; a unit that only one has counts for nothing.
+    If both have a unit, the units must be equal; a unit that only one has is ignored.
 
     >>> compare_plainly("1,234", r"\$1234.00"), compare_plainly("1/3", "0.5"), compare_plainly("x+1", "1+x")
     (True, False, None)
@@ -106,7 +106,7 @@ def _compare_numbers(a: Number | None, b: Number | None) -> bool | None:
 
 
 def readings(text: str) -> list[str]:
-    r"""The ways to read an answer that algebra has to compare: as it is written, and without its unit.
+    r"""The forms of an answer to compare by algebra: as it is written, and without its unit.
 
     >>> readings(r"\frac{x}{2} \text{ km}"), readings("1e3 x")
     (['\\frac{x}{2} \\text{ km}', '\\frac{x}{2}'], ['1000 x'])
@@ -120,7 +120,7 @@ def _quantity(text: str) -> Quantity:
 
 
 def rewritten(text: str) -> str:
-    r"""Signs and notations that algebra systems do not know, in those that they do.
+    r"""Replace signs and notations that algebra systems do not know by those that they know.
 
     >>> rewritten("1.5e3"), rewritten(r"0.1\overline{6}"), rewritten("0 ≤ x < 1")
     ('1500', '\\frac{1}{6}', '0 \\le  x < 1')
@@ -138,7 +138,7 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 
 def normalised(text: str) -> str:
-    r"""The text without dollar signs around it, boxes, spacing commands and sizes: nothing that changes what it says.
+    r"""The text without surrounding dollar signs, boxes, spacing and sizing commands, which do not change its value.
 
     >>> normalised(r" $\boxed{\dfrac{1}{2}}$ ")
     '\\frac{1}{2}'
@@ -167,7 +167,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _is_one_group(text: str, start: int) -> bool:
-    """Does the brace opened just before ``start`` close with the last character?"""
+    """Whether the last character closes the brace just before ``start``."""
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)

@@ -1,4 +1,4 @@
-"""Rollouts become scores: named functions, their weights, and a reward that is their weighted sum."""
+"""Rollouts → scores: named functions, their weights, and a reward that is their weighted sum."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from verifiers.rubrics.score import (
 from verifiers.rubrics.signature import Plan, as_score, as_weight, field
 from verifiers.types import RewardFunc, State
 
-OnFunction = Callable[[str, float], None]  # told of a reward function's name and its seconds
+OnFunction = Callable[[str, float], None]  # called with a reward function's name and its seconds
 _on_function: contextvars.ContextVar[OnFunction | None] = contextvars.ContextVar("on_function", default=None)
-# Rubrics whose own ``score_rollout`` is under way: what that calls by ``super()`` scores by functions and weights.
+# Rubrics whose overridden ``score_rollout`` is running: a ``super()`` call in it scores by functions and weights.
 _scoring_own_way: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("scoring_own_way", default=())
 # Of these the ones whose group rewards are added afterwards, when the whole group has been scored so far.
 _group_follows: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("group_follows", default=())
@@ -62,17 +62,17 @@ class Rubric:
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser, **(class_objects or {})}
         if callable(funcs):
-            raise TypeError(f"funcs={funcs!r:.100} is one function; funcs is a list of them")
+            raise TypeError(f"funcs={funcs!r:.100} is a function; funcs must be a list of functions")
         self.funcs: list[RewardFunc] = list(funcs or [])
         self.weights: list[float] = [1.0] * len(self.funcs) if not weights else [as_weight(w) for w in weights]
         if len(self.weights) != len(self.funcs):
-            raise ValueError(f"{len(self.funcs)} reward functions but {len(self.weights)} weights; give one for each")
+            raise ValueError(f"{len(self.funcs)} reward functions but {len(self.weights)} weights; pass one for each")
         self._plans: dict[int, Plan] = {}
         for function in self.funcs:
             self._plan(function)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plans are made anew where the rubric is unpickled."""
+        """Plans are not pickled; they are created again when needed."""
         return {**vars(self), "_plans": {}}
 
     @cached_property
@@ -80,7 +80,7 @@ class Rubric:
         """A logger named for the rubric's class, for subclasses."""
         return logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
 
-    # --- what it is made of ---------------------------------------------------------------------------------------
+    # --- functions and weights ------------------------------------------------------------------------------------
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:
@@ -91,7 +91,7 @@ class Rubric:
         self.funcs = list(funcs)
         if len(self.weights) != len(self.funcs):
             self.weights = [1.0] * len(self.funcs)
-        self._all_plans()  # refused now, if they ask for what there is not
+        self._all_plans()  # raises now if a function has unknown arguments
 
     @property
     def reward_weights(self) -> list[float]:
@@ -108,13 +108,13 @@ class Rubric:
         self.funcs.append(func)
 
     def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
-        """Add a function that is reported and does not count."""
+        """Add a function that is reported but does not count towards the reward."""
         self.add_reward_func(func, weight)
 
     def add_class_object(self, name: str, obj: Any) -> None:
-        """Make an object injectable into reward functions under a name."""
+        """Make an object available to reward functions as an argument of this name."""
         self.class_objects[name] = obj
-        self._plans.clear()  # functions with a default for this name get the object from now on
+        self._plans.clear()  # functions with a default for this argument get the object from now on
 
     @property
     def has_group_rewards(self) -> bool:
@@ -122,12 +122,12 @@ class Rubric:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing here scores anything (and no subclass scores in its own way)."""
+        """Whether there are no reward functions, and no subclass that overrides the scoring."""
         return not self.funcs and not self.scores_its_own_way
 
     @property
     def scores_its_own_way(self) -> bool:
-        """Does a subclass score rollouts by other means than this class's functions and weights?"""
+        """Whether a subclass scores rollouts by other means than this class's functions and weights."""
         cls = type(self)
         is_plain = (cls.score_alone, cls._score_by_functions) == (Rubric.score_alone, Rubric._score_by_functions)
         return not is_plain or self._own_scoring() is not None or self._own_group_scoring() is not None
@@ -137,11 +137,11 @@ class Rubric:
         return self._get_reward_func_names()
 
     def get_reward_funcs(self) -> list[RewardFunc]:
-        """The functions, in order; of a group, those of all its rubrics."""
+        """The functions, in order; for a RubricGroup, those of all its rubrics."""
         return self._get_reward_funcs()
 
     def get_reward_weights(self) -> list[float]:
-        """The functions' weights, in their order."""
+        """The weights of the functions, in the same order."""
         return self._get_reward_weights()
 
     def _get_reward_func_names(self) -> list[str]:
@@ -151,7 +151,7 @@ class Rubric:
         return list(self.funcs)
 
     def reward_shares(self) -> dict[str, float]:
-        """What each reward function counts in the reward, by name; empty where that depends on the row."""
+        """The weight of each reward function in the reward, by name; empty if it depends on the row."""
         names, weights = self._get_reward_func_names(), self._get_reward_weights()
         shares: dict[str, float] = {}
         for name, weight in zip(names, weights, strict=True) if len(names) == len(weights) else ():
@@ -159,7 +159,7 @@ class Rubric:
         return shares
 
     def weights_by_name(self) -> dict[str, Any]:
-        """The weights that a run was made with: by function; of a group of environments, by member and function."""
+        """The weights, for a run's metadata: by function, or for an EnvGroup by member and function."""
         return self.reward_shares()
 
     def _get_reward_weights(self) -> list[float]:
@@ -175,7 +175,7 @@ class Rubric:
         return [self._plan(function) for function in self.funcs]
 
     def _named(self) -> list[tuple[str, Plan, float]]:
-        """Each function with the name it is reported under; a second one of the same name gets a number."""
+        """Each function with the name under which it is reported; a second one of the same name gets a number."""
         seen: dict[str, int] = {}
         named = []
         for function, weight in zip(self.funcs, self.weights, strict=True):
@@ -187,9 +187,9 @@ class Rubric:
     # --- scoring inside a run -------------------------------------------------------------------------------------
 
     async def score_alone(self, state: State) -> Score:
-        """Everything that can be said of one rollout without the rest of its group."""
+        """The score of one rollout by all functions that do not need its group."""
         if self._own_group_scoring() is not None:
-            return Score()  # it says all there is to say, once the group is complete
+            return Score()  # the overridden score_group gives the whole score, once the group is complete
         own = self._own_scoring()
         if own is not None and not self._is_scoring_own_way():
             return await self._score_own_way(own, state)
@@ -210,7 +210,7 @@ class Rubric:
         return score
 
     async def score_together(self, states: Sequence[State]) -> list[Score]:
-        """What only the whole group can say of each of its rollouts."""
+        """The score of each rollout of a group by the group reward functions."""
         own = self._own_group_scoring()
         if own is not None:
             return await self._score_group_own_way(own, states)
@@ -253,7 +253,7 @@ class Rubric:
         return plan.hook(**kwargs)
 
     def _own_scoring(self) -> Callable[..., Any] | None:
-        """A subclass's own ``score_rollout_sync`` or ``score_rollout``, if it has one."""
+        """A subclass's override of ``score_rollout_sync`` or ``score_rollout``, if any."""
         cls = type(self)
         if cls.score_rollout_sync is not Rubric.score_rollout_sync:
             return self.score_rollout_sync
@@ -270,7 +270,7 @@ class Rubric:
             return Score(error=wrap(calls.contained(error), GraderError, f"{type(self).__name__}.{own.__name__}"))
 
     def _own_group_scoring(self) -> Callable[..., Any] | None:
-        """A ``score_group`` that a subclass (or a host, on the object) put in the place of this one."""
+        """An override of ``score_group``, by a subclass or (by a host) on the object, if any."""
         is_own = "score_group" in vars(self) or type(self).score_group is not Rubric.score_group
         return self.score_group if is_own and not self._is_scoring_own_way() else None
 
@@ -289,19 +289,19 @@ class Rubric:
     # --- scoring by hand ------------------------------------------------------------------------------------------
 
     async def score_states(self, states: Sequence[State], score_sem: Any = None) -> None:
-        """Score rollouts that form one group, and write reward, metrics, advantage and errors into them."""
+        """Score the rollouts of one group, and write rewards, metrics, advantages and errors into their states."""
         began = time.perf_counter()
         valid = [state for state in states if state.get("error") is None]
         async with score_sem or nullcontext():
             scores = list(await asyncio.gather(*(self.score_alone(state) for state in valid)))
             await self.add_group_scores(valid, scores)
         for state, score in zip(valid, scores, strict=True):
-            write_score(state, score, is_whole=not _scoring_own_way.get())  # who scores their own way may change it
+            write_score(state, score, is_whole=not _scoring_own_way.get())  # an override may still change it
         note_scoring_time(states, (time.perf_counter() - began) * 1000)
         write_advantages(states)
 
     async def add_group_scores(self, states: Sequence[State], scores: Sequence[Score]) -> None:
-        """Add the group rewards to scores of the same group; rollouts that failed already take no part."""
+        """Add the group rewards to the scores of a group, without rollouts that have already failed."""
         live = [i for i, score in enumerate(scores) if score.error is None]
         if not live or not self.has_group_rewards or any(rubric is self for rubric in _group_follows.get()):
             return
@@ -331,7 +331,7 @@ class Rubric:
         return score.flat()
 
     async def _score_rollout_as(self, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
-        """A subclass that overrides ``name`` comes here by ``super()`` only, and wants the functions' score."""
+        """If a subclass overrides ``name``, this is its ``super()`` call, which scores by functions and weights."""
         is_super_call = getattr(type(self), name) is not getattr(Rubric, name)
         with _by_functions(self) if is_super_call else nullcontext():
             return await self._score_rollout(*args, **kwargs)
@@ -340,15 +340,15 @@ class Rubric:
     async def score_rollout(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """``score_rollout(state)`` writes into it; ``score_rollout(prompt, completion, answer, state)`` returns.
 
-        One that failed, or cannot be scored, has its error in the state; where an outer trainer hands in its
-        semaphore, ``score_rollout(state, score_sem)``, that error is raised: it has no reward to train on.
+        If the rollout failed or cannot be scored, its error is in the state. If an outer trainer passes its semaphore,
+        ``score_rollout(state, score_sem)``, the error is raised, because the trainer then needs a reward.
         """
         return await self._score_rollout_as("score_rollout", args, kwargs)
 
     @calls.blocking
     @calls.both
     async def score_rollout_sync(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The same, and never an awaitable."""
+        """The same, always synchronous."""
         return await self._score_rollout_as("score_rollout_sync", args, kwargs)
 
     async def _score_rollouts(
@@ -370,7 +370,7 @@ class Rubric:
         return scores.columns()
 
     score_rollouts = calls.both(_score_rollouts)
-    """Columns in (or a list of states), columns out; where scoring failed the entry is None and the cause is logged."""
+    """Score columns or a list of states; returns columns, with None where scoring failed, whose cause is logged."""
 
     score_rollouts_sync = calls.blocking(score_rollouts)
 
@@ -384,7 +384,7 @@ class Rubric:
     score_group = calls.both(_score_group)
 
     def _call_reward_func(self, func: RewardFunc, *args: Any, **kwargs: Any) -> float:
-        """Call one reward function with the fields given by name; returns a float or raises `GraderError`."""
+        """Call one reward function with fields by name; returns a float or raises `GraderError`."""
         plan = self._plan(func)
         state = state_from(*args, **kwargs)
         try:
@@ -395,7 +395,7 @@ class Rubric:
 
 @contextmanager
 def timing(tell: OnFunction | None) -> Iterator[None]:
-    """While this lasts, a function is told the name and the seconds of each reward function that was called."""
+    """Within the block, ``tell`` is called with the name and the seconds of each reward function call."""
     token = _on_function.set(tell)
     try:
         yield
@@ -418,7 +418,7 @@ _by_functions = partial(_entered, _scoring_own_way)
 
 @contextmanager
 def _unscored(states: Sequence[State]) -> Iterator[None]:
-    """While someone's own scoring writes into states, they hold nothing of other rubrics' scores."""
+    """Hide the scores of other rubrics from an override that writes into the states, and restore them afterwards."""
     before = [{name: state[name] for name in ("reward", "metrics") if name in state} for state in states]
     for state in states:
         state.update(reward=None, metrics={})
@@ -432,7 +432,7 @@ def _unscored(states: Sequence[State]) -> Iterator[None]:
 
 
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
-    """A subclass's own method takes ``(state)``, ``(state, score_sem)`` or ``(prompt, completion, answer, state)``."""
+    """Arguments of an override: ``(state)``, ``(state, score_sem)`` or ``(prompt, completion, answer, state)``."""
     names = list(inspect.signature(own).parameters)
     if not names or names[0] == "state":
         return (state, nullcontext()) if "score_sem" in names else (state,)
@@ -448,7 +448,7 @@ def _written_score(state: State) -> Score:
 
 
 def _group_call_form(own: Callable[..., Any], states: list[State]) -> tuple[Any, ...]:
-    """A ``score_group`` of one's own takes ``(states, score_sem)``, or as in 0.1.10 ``(states)``."""
+    """Arguments of an overridden ``score_group``: ``(states, score_sem)``, or as in 0.1.10 ``(states)``."""
     try:
         inspect.signature(own).bind(states, nullcontext())
     except TypeError:

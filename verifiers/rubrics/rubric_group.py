@@ -1,4 +1,4 @@
-"""Several rubrics score one rollout: their rewards are added up, each with a weight of its own."""
+"""Several rubrics → one score per rollout: the weighted sum of their rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verifiers.types import RewardFunc, State
 
 
 class RubricGroup(Rubric):
-    """A sum of rubrics.
+    """A weighted sum of rubrics.
 
     >>> def short(completion): return len(completion) < 10
     >>> def polite(completion): return "please" in completion
@@ -27,7 +27,7 @@ class RubricGroup(Rubric):
             raise ValueError("RubricGroup needs at least one rubric")
         kwargs.setdefault("parser", rubrics[0].parser)
         if kwargs.get("funcs"):
-            raise TypeError("RubricGroup takes rubrics; put the functions into a Rubric of their own")
+            raise TypeError("RubricGroup takes rubrics, not funcs; put the functions into a Rubric")
         super().__init__(**kwargs)
         self.rubrics: list[Rubric] = list(rubrics)
         self._group_weights: list[float] = [1.0] * len(self.rubrics)
@@ -35,11 +35,11 @@ class RubricGroup(Rubric):
             self.set_group_weights(weights)
 
     def get_group_weights(self) -> list[float]:
-        """One weight for each rubric."""
+        """One weight per rubric."""
         return [*self._group_weights, *[1.0] * (len(self.rubrics) - len(self._group_weights))]
 
     def set_group_weights(self, weights: Sequence[float]) -> None:
-        """Set one weight for each rubric (rubrics that environments add for their own metrics may be left out)."""
+        """Set one weight per rubric (rubrics that environments add for their own metrics may be left out)."""
         if not 0 < len(weights) <= len(self.rubrics):
             raise ValueError(f"{len(self.rubrics)} rubrics but {len(weights)} weights")
         self._group_weights = [as_weight(weight) for weight in weights]

@@ -1,4 +1,4 @@
-"""One rollout's score: what it is made of, how it is written into the state, and the error in its place."""
+"""The score of one rollout: its parts, how it is written into the state, and the error if scoring failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
 
 @dataclass(slots=True)
 class Score:
-    """The reward of one rollout and what it was made of; or the error that kept it from being scored."""
+    """The reward and metrics of one rollout, or the error if it could not be scored."""
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -30,11 +30,11 @@ class Score:
         self.error = self.error or other.error
 
     def flat(self) -> dict[str, Any]:
-        """``{"reward": …, name: …}``, with a reward of None where scoring failed."""
+        """``{"reward": …, name: …}``, with a reward of None if scoring failed."""
         return {**self.metrics, "reward": None if self.error else self.reward}
 
     def check(self) -> None:
-        """Put an error in the place of a score that nothing can be computed with."""
+        """Replace a score that is too large or not finite by an error."""
         if self.error is None:
             self.error = _unusable(self.reward, self.metrics)
 
@@ -43,7 +43,7 @@ def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
     if not isinstance(reward, (int, float)) or not abs(reward) <= LARGEST_REWARD:
         return GraderError(
             f"the weighted rewards add up to {reward!r:.100}; a reward must be a number within ±{LARGEST_REWARD:g}, "
-            "or nothing can be averaged or trained on"
+            "so that it can be averaged and trained on"
         )
     try:
         for name, value in metrics.items():
@@ -55,11 +55,11 @@ def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
 
 
 def score_of(result: Any, state: State, name: str) -> Score:
-    """The score that a ``score_rollout`` of one's own returned, or else wrote into the state.
+    """The score that an overridden ``score_rollout`` returned, or else wrote into the state.
 
-    It returns a number, the reward and the metrics in one dict, a `RolloutScore`, the state, or nothing.
+    It may return a number, a dict of reward and metrics, a `RolloutScore`, the state, or None.
     """
-    if (error := state.get("error")) is not None:  # its own, or that of a rubric that it asked
+    if (error := state.get("error")) is not None:  # its own, or that of a rubric that it called
         return Score(error=_as_error(error, name))
     if isinstance(result, State):
         result, state = None, result
@@ -74,7 +74,7 @@ def score_of(result: Any, state: State, name: str) -> Score:
 
 
 def _as_error(written: Any, name: str) -> Error:
-    """What foreign scoring wrote into ``state["error"]``: a failure of the grader, whatever it is."""
+    """An error that foreign scoring code wrote into ``state["error"]``, as a failure of the grader."""
     if isinstance(written, Error) and written.blame != "policy":
         return written
     error = GraderError(f"{name} wrote the error {written!r:.300} into the state")
@@ -90,10 +90,10 @@ def grader_error(error: Exception, plan: Plan) -> Error:
 
 
 def one_each(values: Any, n: int, plan: Plan) -> list[float | Error]:
-    """The scores of a whole group; what is no score fails its own rollout."""
+    """The scores of a whole group. An invalid score is an error for its rollout only."""
     if isinstance(values, (Mapping, Set, str, bytes, bytearray)):
         kind = type(values).__name__
-        raise GraderError(f"group reward {plan.name!r} returned a {kind}; it returns a list, one score for each")
+        raise GraderError(f"group reward {plan.name!r} returned a {kind}; it must return a list, one score per rollout")
     checked = [_score_or_error(value, plan) for value in islice(values, n + 1)]
     if len(checked) != n:
         found = len(values) if hasattr(values, "__len__") else f"{n}+" if len(checked) > n else len(checked)
@@ -117,7 +117,7 @@ def state_from(
     info: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> State:
-    """A state to score, from loose fields; a rollout's own state is used itself unless the fields say otherwise."""
+    """A state to score, from separate fields. A rollout's state is used as it is unless the fields differ from it."""
     if isinstance(state, State) and "input" in state:
         given = {"prompt": prompt, "completion": completion, "answer": answer or None}
         changed = {
@@ -146,16 +146,16 @@ _OURS = ("input", "completion", "trajectory")
 
 
 def hand_back(scored: State, given: Mapping[str, Any] | None) -> None:
-    """What reward functions noted in the copy of a caller's state goes into that state: caches last."""
+    """Copy keys that reward functions added to the copy of a caller's state into that state, so that caches persist."""
     if isinstance(given, dict) and given is not scored:
         noted = [name for name in scored if name not in given and name not in _OURS]
         given.update({name: dict.__getitem__(scored, name) for name in noted})
 
 
 def write_score(state: State, score: Score, *, is_whole: bool = True) -> None:
-    """Put a score where everyone looks for it; a failed one leaves no reward behind.
+    """Write a score into the state; a failed one leaves no reward.
 
-    A turn without a reward of its own gets that of the rollout, once it is ``is_whole``: its group may still add to it.
+    Turns without a reward get that of the rollout once it ``is_whole``, that is, when no group reward is missing.
     """
     score.check()
     if score.error is None and (written := state.get("error")) is not None:
@@ -174,7 +174,7 @@ def write_score(state: State, score: Score, *, is_whole: bool = True) -> None:
 
 
 def forget_score(state: State) -> None:
-    """Take a score back. Turns that have their reward of it get the next one; till then it may also be their own."""
+    """Remove the score. Turns whose reward came from it get that of the next score."""
     reward, steps = state.get("reward"), state.get("trajectory") or ()
     if all(step.get("reward") == reward for step in steps):
         state.forgotten_reward = reward
@@ -193,9 +193,9 @@ def note_scoring_time(states: Sequence[State], took_ms: float) -> None:
 
 
 def write_advantages(states: Sequence[State]) -> None:
-    """Reward minus the mean of the group's valid rewards; failed rollouts neither count nor get one.
+    """Set advantages: reward minus the mean of the group's valid rewards; failed rollouts neither count nor get one.
 
-    A trainer puts what it trains with in its place: ``state["advantage"]`` is always the one that counts.
+    A trainer replaces them by its own, so that ``state["advantage"]`` is the one that is trained with.
     """
     valid = [(state, reward) for state in states if (reward := state.get("reward")) is not None]
     for (state, _), advantage in zip(valid, centered([reward for _, reward in valid]), strict=True):

@@ -1,7 +1,7 @@
-"""A function and its arguments → bytes for a worker process; what cannot be sent is named, or left out of a state.
+"""A function and its arguments → bytes for a worker process. Names what cannot be sent, or leaves it out of a state.
 
-What can be imported goes by its name. What cannot (functions and classes of a script or a notebook, lambdas, closures)
-goes by value, with the globals it uses, so that nobody's script runs a second time in a worker.
+Importable objects are pickled by name. Others (functions and classes of a script or a notebook, lambdas, closures) are
+pickled by value, with the globals that they use, so that the user's script does not run again in a worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 from verifiers.types import State
 
 LIVE = ("client",)
-"""Entries of a state that stay in the process of the run: they hold connections and keys."""
+"""Keys of a state that are not sent to workers, because they hold connections and API keys."""
 
 _ABSENT: Any = object()
 _keys = itertools.count(1)
@@ -37,7 +37,7 @@ _IS_HEAP_TYPE = 1 << 9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InWorker:
-    """A function by its name, for one whose module only the workers should import."""
+    """A function by its name, if only the workers should import its module."""
 
     module: str
     name: str
@@ -48,7 +48,7 @@ class InWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shipment:
-    """A function as bytes. ``bindings`` are the globals it was packed with: it is stale once one of them changes."""
+    """A function as bytes. ``bindings`` are the globals packed with it: if one of them changes, it is stale."""
 
     key: int
     blob: bytes
@@ -61,7 +61,7 @@ class Shipment:
 
 
 def ship(function: Callable[..., Any] | InWorker) -> Shipment:
-    """Pack a function; a `TypeError` says what in it cannot be sent, and what to do."""
+    """Pack a function. Raises a `TypeError` that says what in it cannot be sent, and what to do."""
     packer = _Packer()
     try:
         blob = packer.pack(function)
@@ -81,7 +81,7 @@ def _why_not(function: Any, packer: _Packer, error: Exception) -> str:
             break
     return (
         f"{name!r} is cpu_bound and cannot be sent to a worker process: {cause}. Make it a plain function that gets "
-        f"what it needs as arguments or makes it inside, or put it into a module of its own"
+        f"what it needs as arguments or creates it itself, or put it into a separate module"
     )
 
 
@@ -98,7 +98,7 @@ def can_be_sent(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """Keyword arguments as bytes, and the names of what had to be left out of them."""
+    """Keyword arguments as bytes, and the names of those left out."""
 
     blob: bytes
     origins: Mapping[str, str]
@@ -106,7 +106,7 @@ class Arguments:
 
 
 def pack_arguments(kwargs: Mapping[str, Any]) -> Arguments:
-    """Pack the arguments of a call. States go as copies without live objects and without what cannot be pickled."""
+    """Pack the arguments of a call. States are sent as copies without live objects and parts that cannot be pickled."""
     values = {name: _without_live(value) for name, value in kwargs.items()}
     packer = _Packer()
     try:
@@ -139,7 +139,7 @@ def prune(value: Any) -> Any:
 
 
 def _prune(value: Any, where: str, left_out: list[str]) -> Any:
-    """The value without the parts that cannot be pickled; `_ABSENT` where nothing of it can be."""
+    """The value without the parts that cannot be pickled; `_ABSENT` if nothing remains."""
     if can_be_sent(value):
         return value
     if isinstance(value, dict) and type(value) in (dict, State):
@@ -156,7 +156,7 @@ def _prune(value: Any, where: str, left_out: list[str]) -> Any:
 
 
 class _Packer(pickle.Pickler):
-    """A pickler for which functions and classes need not be importable."""
+    """A pickler that can also pickle functions and classes that are not importable."""
 
     def __init__(self) -> None:
         self._file = io.BytesIO()
@@ -261,7 +261,7 @@ def _content(cell: types.CellType) -> tuple[Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function, and those inside it, may read."""
+    """The globals that a function and its inner functions may read."""
     own = (step.argval for step in dis.get_instructions(code) if step.opname in _READS_GLOBAL)
     return frozenset(own).union(
         *(_global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
@@ -275,7 +275,7 @@ def _attribute_names(code: types.CodeType) -> frozenset[str]:
 
 
 def _submodules(function: types.FunctionType, used: Mapping[str, Any]) -> list[str]:
-    """Modules reached as attributes of other modules (``a.b`` after ``import a.b``): they have to be imported too."""
+    """Modules used as attributes of other modules (``a.b`` after ``import a.b``), which must be imported too."""
     roots = [f"{value.__name__}." for value in used.values() if hasattr(value, "__path__")]
     names = _attribute_names(function.__code__)
     return [

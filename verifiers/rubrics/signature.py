@@ -1,4 +1,4 @@
-"""A reward function becomes a plan: which arguments it gets, and whether it scores a rollout, a group or a batch."""
+"""A reward function → a plan: which arguments it gets, and whether it scores a rollout, a group or a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEFAULTS: dict[str, Any] = {"answer": "", "task": "default", "completion": None
 def group_reward(function: F) -> F:
     """Declare that a reward function scores all rollouts of one example at once.
 
-    It takes ``completions``, ``answers``, ``states``, … and returns one number for each.
+    It takes ``completions``, ``answers``, ``states``, … and returns one number per rollout.
     """
     function.is_group_reward = True  # type: ignore[attr-defined]
     return function
@@ -36,8 +36,8 @@ def cpu_bound(*, timeout_s: float) -> Callable[[F], F]: ...
 def cpu_bound(function: Any = None, *, timeout_s: float | None = None) -> Any:
     """Declare that a reward function computes for long: it then runs in a worker process that can be killed.
 
-    ``@cpu_bound`` or ``@cpu_bound(timeout_s=10)``; past its limit (that of the run, where it has none of its own) the
-    process is killed and the rollout failed.
+    ``@cpu_bound`` or ``@cpu_bound(timeout_s=10)``. If a call exceeds its limit (``timeout_s``, or else that of the
+    run), the process is killed and the rollout fails.
     """
     if function is None:
         return functools.partial(cpu_bound, timeout_s=timeout_s)
@@ -88,8 +88,8 @@ class Plan:
         unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if unknown:
             raise TypeError(
-                f"reward {self.name!r} asks for {sorted(unknown)}; it can have {', '.join(fields)}. "
-                f"Other objects are made known with class_objects={{name: object}} or add_class_object(name, object) "
+                f"reward {self.name!r} has unknown arguments {sorted(unknown)}; it may have {', '.join(fields)}. "
+                f"To pass other objects, use class_objects={{name: object}} or add_class_object(name, object) "
                 f"before the function is added"
             )
         if self.takes_all:
@@ -110,17 +110,17 @@ class Plan:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        # What a partial binds is bound, even if it says that it wraps a function that asks for it.
+        # For a partial, do not follow __wrapped__: the wrapped function still has the arguments that are bound.
         is_partial = isinstance(function, functools.partial)
         return list(inspect.signature(function, follow_wrapped=not is_partial).parameters.values())
     except (TypeError, ValueError):  # builtins without a signature
         raise TypeError(
-            f"the arguments of reward {name_of(function)!r} cannot be read; wrap it in a function of your own"
+            f"the signature of reward {name_of(function)!r} cannot be read; wrap it in a Python function"
         ) from None
 
 
 def field(state: Mapping[str, Any], name: str) -> Any:
-    """One field of a rollout, as reward functions see it."""
+    """One field of a rollout, as reward functions get it."""
     if name == "state":
         return state
     value = state.get(name)
@@ -128,7 +128,7 @@ def field(state: Mapping[str, Any], name: str) -> Any:
 
 
 def default_of(name: str) -> Any:
-    """What reward functions see of a field that a rollout does not have."""
+    """The value that reward functions get for a missing field."""
     return {} if name == "info" else _DEFAULTS[name]
 
 
@@ -140,7 +140,7 @@ def column(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def as_score(value: Any, name: str) -> float:
-    """What a reward function returned, as a float that can be averaged; a text is not a number, whatever it says.
+    """Convert what a reward function returned into a float that can be averaged. Texts are refused.
 
     >>> as_score(True, "is_right")
     1.0
@@ -159,7 +159,7 @@ def as_score(value: Any, name: str) -> float:
     if not math.isfinite(score):
         raise GraderError(f"reward {name!r} returned {score}, which is not finite")
     if abs(score) > LARGEST_SCORE:
-        raise GraderError(f"reward {name!r} returned {score:g}; beyond {LARGEST_SCORE:g} nothing can be averaged")
+        raise GraderError(f"reward {name!r} returned {score:g}, which is beyond the limit of {LARGEST_SCORE:g}")
     return score
 
 

@@ -1,4 +1,4 @@
-"""A completion → how often each tool was called."""
+"""A completion → the number of calls of each tool."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from verifiers.types import Messages
 
 
 class ToolRubric(Rubric):
-    """Counts tool calls: ``total_tool_calls`` and ``<tool>_calls``, reported beside the reward and no part of it.
+    """Counts tool calls: the metrics ``total_tool_calls`` and ``<tool>_calls``, which are not part of the reward.
 
-    A `ToolEnv` reports both by itself; this is for other environments, and for rewards made of counts.
+    A `ToolEnv` reports both by itself; this is for other environments, and for rewards that use the counts.
 
     >>> def add(a: int, b: int) -> int: return a + b
     >>> call = {"id": "0", "function": {"name": "add", "arguments": "{}"}}
@@ -43,11 +43,11 @@ class ToolRubric(Rubric):
         self.add_metric(self.get_tool_call_count_func(self.tool_names[-1]))
 
     async def total_tool_calls(self, completion: Messages) -> float:
-        """How many tool calls the model made, whether they worked or not."""
+        """How many tool calls the model made, including failed ones."""
         return float(self._counted(completion).total())
 
     def get_tool_call_count_func(self, tool_name: str) -> Callable[..., Any]:
-        """A function that counts the calls of one tool, to be used as a metric or a reward."""
+        """A function that counts the calls of one tool, for use as a metric or a reward."""
 
         async def tool_call_count_func(completion: Messages) -> float:
             return float(self._counted(completion)[tool_name])

@@ -1,8 +1,8 @@
-"""The program of a worker process: calls come in on one pipe, their results go out on another.
+"""The program of a worker process: it reads calls from one pipe and writes their results to another.
 
-It is started by its path and imports nothing but the standard library, so that a worker is there in milliseconds and
-holds only what the functions sent to it need. What comes in are pickles of the parent's; what goes out is JSON, so
-that the parent never unpickles anything a worker made.
+It is started by its path and imports only the standard library, so that a worker starts in milliseconds and imports
+only what its functions need. Requests are pickles from the parent; replies are JSON, so that the parent never unpickles
+anything from a worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU_GRACE_S = 10
 
 
 class Origins:
-    """The last to be asked for a module: finds those that the parent loaded from a file outside of ``sys.path``."""
+    """The last module finder: finds modules that the parent loaded from a file outside of ``sys.path``."""
 
     def __init__(self) -> None:
         self.files: dict[str, str] = {}
@@ -44,20 +44,20 @@ class Origins:
 
 
 def take_pipes() -> tuple[BinaryIO, int]:
-    """Keep the two pipes for the protocol alone; what functions print goes to the error stream."""
+    """Reserve the two pipes for the protocol; what functions print goes to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     try:
         os.dup2(2, 1)
-    except OSError:  # the application has closed its error stream
+    except OSError:  # the application has closed its stderr
         os.dup2(nothing, 1)
     os.close(nothing)
     return requests, replies
 
 
 def be_expendable() -> None:
-    """Leave no core file, and if memory runs out be the first to go: the application must not."""
+    """Write no core file, and let the kernel kill this process first if memory runs out, not the application."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -67,7 +67,7 @@ def be_expendable() -> None:
 
 
 def read_requests(pipe: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
-    """Hand on what comes in; when the parent is gone, however it went, so are we and all that a function started."""
+    """Queue the requests. When the parent ends, kill this process and all that its functions started."""
     while header := pipe.read(HEADER_BYTES):
         frame = pipe.read(int.from_bytes(header, "big"))
         if len(header) < HEADER_BYTES or len(frame) < int.from_bytes(header, "big"):
@@ -79,7 +79,7 @@ def read_requests(pipe: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
 
 
 def limit_cpu(limit_s: float | None) -> None:
-    """A call that holds the interpreter for ever cannot see that the parent is gone; the kernel ends it then."""
+    """Let the kernel end a call that holds the GIL for ever, because this process then cannot see its parent end."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = hard
     if limit_s is not None:
@@ -98,7 +98,7 @@ def call(function: Callable[..., Any], arguments: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has no form for: numbers and arrays of other libraries."""
+    """Convert values that JSON does not support: numbers and arrays of other libraries."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
     if isinstance(value, (set, frozenset)) or (isinstance(value, Sequence) and not isinstance(value, bytes)):
@@ -108,7 +108,7 @@ def plain(value: Any) -> Any:
     try:
         return float(value)
     except Exception:
-        raise TypeError(f"it returned a {type(value).__name__}; only numbers, texts, lists and dicts can") from None
+        raise TypeError(f"it returned a {type(value).__name__}; it must return number, text, list or dict") from None
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def answer(request: Any, functions: dict[int, Callable[..., Any]], origins: Origins) -> bytes:
-    """Carry out ``("load", key, blob, origins, path)`` or ``("call", key, arguments, origins, limit_s)``."""
+    """Handle ``("load", key, blob, origins, path)`` or ``("call", key, arguments, origins, limit_s)``."""
     kind, key, blob, files, detail = request
     origins.files.update(files)
     try:
@@ -130,7 +130,7 @@ def answer(request: Any, functions: dict[int, Callable[..., Any]], origins: Orig
             limit_cpu(detail)
             result = call(functions[key], blob)
         return json.dumps({"result": result}, default=plain).encode()
-    except BaseException as error:  # foreign code; a sys.exit() in it is its failure too
+    except BaseException as error:  # foreign code; sys.exit() is a failure too
         return json.dumps({"error": described(error)}).encode()
 
 

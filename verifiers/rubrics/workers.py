@@ -1,7 +1,7 @@
-"""A CPU-bound function call → its result, out of a pool of processes that can be killed.
+"""A CPU-bound function call → its result, from a pool of processes that can be killed.
 
-The pool belongs to the process, not to an event loop: it is started by the first call, and calls from any loop and any
-thread share it. Workers are started afresh as programs of their own (see `worker_main`), never forked from here.
+The pool belongs to the process, not to an event loop: the first call starts it, and calls from all loops and threads
+share it. Workers are new programs (see `worker_main`), not forks of this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verifiers.rubrics.worker_main import HEADER_BYTES
 
 MAX_WORKERS = 8
 MAX_CALLS = 1000
-"""After so many calls a worker is replaced: what a library caches or leaks does not grow for ever."""
+"""A worker is replaced after so many calls, so that the caches and leaks of libraries do not grow for ever."""
 MAX_STARTS = 3
 START_LIMIT_S = 60.0
 LOAD_LIMIT_S = 120.0
@@ -43,11 +43,11 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 async def call_in_worker(
     function: Callable[..., Any] | InWorker, kwargs: Mapping[str, Any], *, timeout_s: float | None
 ) -> Any:
-    """Call a function in a worker process; raises `GraderError` where it raises, crashes or takes too long.
+    """Call a function in a worker process. Raises `GraderError` if it raises, crashes or takes too long.
 
-    The limit is wall-clock time and counts from when the function starts: waiting for a free worker, starting one and
-    importing the function's module are not part of it. States arrive as copies without live objects, and what the
-    function returns must be made of numbers, texts, lists and dicts.
+    The limit is wall-clock time from the start of the function, without the time to wait for a worker, to start one and
+    to import the function's module. States are sent as copies without live objects, and the function must return
+    numbers, texts, lists or dicts.
     """
     shipment, arguments = _shipped(function), pack_arguments(kwargs)
     _check_complete(function, arguments, kwargs)
@@ -62,7 +62,7 @@ async def call_in_worker(
 
 
 def check_shippable(function: Callable[..., Any]) -> None:
-    """Raise a `TypeError` that says why if a function cannot be sent to a worker."""
+    """Raise a `TypeError` with the reason if a function cannot be sent to a worker."""
     ship(function)
 
 
@@ -84,8 +84,8 @@ def _check_complete(function: Any, arguments: Arguments, kwargs: Mapping[str, An
     for name in arguments.left_out:
         if name in kwargs and name in _required(function):
             raise GraderError(
-                f"{_name(function)!r} is cpu_bound and asks for {name!r}, a {type(kwargs[name]).__name__} that cannot "
-                f"be sent to a worker process; take cpu_bound off, or do without it"
+                f"{_name(function)!r} is cpu_bound and takes {name!r}, a {type(kwargs[name]).__name__} that cannot "
+                f"be sent to a worker process; remove cpu_bound or the argument"
             )
 
 
@@ -110,7 +110,7 @@ class WorkerTraceback(Exception):
 
 
 class _Job:
-    """One call on its way: what is asked, and the future of whoever waits for it in whatever loop."""
+    """One call, and the future of its caller, in the caller's loop."""
 
     __slots__ = ("arguments", "future", "is_abandoned", "loop", "name", "shipment", "timeout_s", "worker")
 
@@ -134,7 +134,7 @@ class _Job:
     def settle(self, result: Any, error: Error | None = None) -> None:
         try:
             self.loop.call_soon_threadsafe(self._settle, result, error)
-        except RuntimeError:  # the loop was closed meanwhile
+        except RuntimeError:  # the loop was closed in the meantime
             return
 
     def _settle(self, result: Any, error: Error | None) -> None:
@@ -146,7 +146,7 @@ class _Job:
             self.future.set_result(result)
 
     def read(self, reply: Mapping[str, Any]) -> None:
-        """Settle with what the worker said."""
+        """Settle with the worker's reply."""
         raised = reply.get("error")
         if raised is None:
             return self.settle(reply["result"])
@@ -161,11 +161,11 @@ class _WorkerGoneError(Exception):
 
 
 class _NotAskedError(_WorkerGoneError):
-    """The worker process was gone before it could be asked."""
+    """The worker process had ended before the request was sent."""
 
 
 class _Worker:
-    """One worker process, seen through its two pipes."""
+    """One worker process and its two pipes."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -179,7 +179,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             env=_ONE_THREAD | environment,
-            start_new_session=True,  # Ctrl-C is for the application, and killing a worker takes its children along
+            start_new_session=True,  # so that Ctrl-C does not reach it, and killing it also kills its children
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -195,7 +195,7 @@ class _Worker:
         return self.calls < MAX_CALLS and not self._is_killed and self._process.poll() is None
 
     def run(self, job: _Job) -> dict[str, Any]:
-        """Carry out a job; raises `TimeoutError` when its time is over and `_WorkerGoneError` when the process ends."""
+        """Run a job. Raises `TimeoutError` if it takes too long, and `_WorkerGoneError` if the process ends."""
         shipment, arguments = job.shipment, job.arguments
         if shipment.key not in self._known:
             try:
@@ -243,8 +243,8 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Kill the process if it still runs, reap it, close the pipes; how it ended, in words."""
-        if self._has_hung_up:  # it is ending by itself, and how it does is worth knowing
+        """Kill the process if it still runs, reap it, close the pipes. Returns its exit status or signal."""
+        if self._has_hung_up:  # it is ending by itself: wait for its exit status
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
         self.kill()
@@ -253,7 +253,7 @@ class _Worker:
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
     def forget(self) -> None:
-        """In a fork of the application: let go of pipes that are its own."""
+        """In a fork of the application: close the inherited pipes."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -261,7 +261,7 @@ class _Worker:
 
 
 class _Pool:
-    """Jobs in the order they came, and one thread for each worker process."""
+    """A queue of jobs, and one thread per worker process."""
 
     def __init__(self) -> None:
         self._is_registered = False
@@ -278,7 +278,7 @@ class _Pool:
     def submit(self, job: _Job) -> None:
         with self._changed:
             if self._is_closed:
-                raise WorkerError("the interpreter is ending; no worker process can be started")
+                raise WorkerError("the interpreter is exiting; no worker process can be started")
             if not self._is_registered:
                 self._is_registered = True
                 atexit.register(self.close)
@@ -291,18 +291,18 @@ class _Pool:
                 self._changed.notify()
 
     def abandon(self, job: _Job) -> None:
-        """Nobody waits for this job any more: it is not started, or its worker is killed."""
+        """Cancel a job: it is not started, or its worker is killed."""
         with self._changed:
             job.is_abandoned = True
             if job.worker is not None:
                 job.worker.kill()
 
     def close(self) -> None:
-        """End every worker; whoever still waits is told."""
+        """End all workers, and fail the queued jobs."""
         with self._changed:
             self._is_closed = True
             for job in self._jobs:
-                job.settle(None, WorkerError("the interpreter ended before the call was made"))
+                job.settle(None, WorkerError("the interpreter exited before the call was made"))
             for worker in self._workers:
                 worker.kill()
             self._changed.notify_all()
@@ -312,7 +312,7 @@ class _Pool:
                 self._changed.wait(0.1)
 
     def _forget(self) -> None:
-        """In a fork of the application: the workers and threads are the parent's, so start over."""
+        """In a fork of the application: start with an empty pool, since workers and threads are the parent's."""
         workers = self._workers
         self._reset()
         for worker in workers:
@@ -331,7 +331,7 @@ class _Pool:
                 self._changed.notify_all()
 
     def _next(self) -> _Job | None:
-        """The next job; None when this thread should end."""
+        """The next job; None if this thread should end."""
         with self._changed:
             self._n_idle += 1
             self._changed.wait_for(lambda: self._jobs or self._is_closed, IDLE_S)
@@ -343,7 +343,7 @@ class _Pool:
             return None
 
     def _run(self, job: _Job, worker: _Worker | None) -> _Worker | None:
-        """Run a job in the worker, or in a new one; the worker to use for the next job, None if it has to be new."""
+        """Run a job in the worker, or in a new one. Returns the worker for the next job, or None if it must be new."""
         try:
             if worker is not None and not worker.is_usable:
                 self._end(worker)
@@ -363,7 +363,7 @@ class _Pool:
             self._end(worker)
             job.settle(None, GraderError(f"{job.name!r} {error}"))
             return None
-        except _NotAskedError:  # it had died of something else before
+        except _NotAskedError:  # the worker had died before this job
             self._end(worker)
             return self._run(job, None)
         except _WorkerGoneError:
@@ -376,7 +376,7 @@ class _Pool:
         return worker
 
     def _start(self) -> _Worker:
-        """A worker that is ready for calls."""
+        """Start a worker, and wait until it is ready."""
         causes: list[str] = []
         while len(causes) < MAX_STARTS:
             try:

@@ -1,1 +1,1 @@
-"""Classic import paths of environments over other makers' packages."""
+"""Classic import paths of environments based on other packages."""

@@ -1,1 +1,1 @@
-"""Rollouts that are played and scored in other processes: what travels, who plays it there, who asks for it here."""
+"""Rollouts that run and are scored in other processes: serialization, the server, and the client."""

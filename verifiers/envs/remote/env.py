@@ -1,4 +1,4 @@
-"""The URL of an environment server → an environment that is played and scored there."""
+"""The URL of an environment server → an environment that runs and is scored there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from verifiers.clients.asking_for import asked_for
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.calling import Answerer
 from verifiers.envs.environment import Environment
-from verifiers.envs.remote.parcels import attached, detached, read_request, read_score, score_fields, sendable, told
+from verifiers.envs.remote.parcels import (
+    attached,
+    detached,
+    error_fields,
+    read_request,
+    read_score,
+    score_fields,
+    sendable,
+)
 from verifiers.envs.run_steps import Player
 from verifiers.errors import (
     AccessRefusedError,
@@ -40,17 +48,17 @@ if TYPE_CHECKING:
     import aiohttp
 
 PROTOCOL = 1
-SILENCE_S = 60.0  # without a sign of life of a rollout, after which its connection is taken for lost
+SILENCE_S = 60.0  # a connection without data for so long is considered lost
 PAGE = 500
 LONGEST_PAUSE_S = 15.0
 
 
 class RemoteEnv(Environment):
-    """An environment behind ``vf env-serve``: evaluated and trained on like any, played and scored on the server.
+    """An environment behind ``vf env-serve``, used like any other. Rollouts run and are scored on the server.
 
-    The model is asked from here: its key stays here, and a model in this process will do. With ``direct=True`` the
-    server itself asks an endpoint over HTTP, which it must be able to reach, and is sent its key. A server that cannot
-    be reached for ``patience_s`` fails the rollouts that wait for it. What it serves is asked when the object is made.
+    The model is called from here, so its key stays here, and it may be a model in this process. With ``direct=True``
+    the server itself calls an HTTP endpoint, which it must be able to reach, and gets its key. If the server cannot be
+    reached for ``patience_s``, the rollouts that wait for it fail. The constructor asks the server for its description.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class RemoteEnv(Environment):
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{hide_in_url(url)!r} is no address of an environment server, such as http://host:8765")
+            raise ValueError(f"{hide_in_url(url)!r} is not the URL of an environment server, such as http://host:8765")
         self.url = url.rstrip("/")
         self.direct, self.patience_s = direct, patience_s
         self._api_key = api_key or os.environ.get("VERIFIERS_ENV_KEY") or None
@@ -84,7 +92,7 @@ class RemoteEnv(Environment):
         )
         self.env_id = about["env_id"] or about["name"]
 
-    # --- what it is -----------------------------------------------------------------------------------------------
+    # --- description and rows -------------------------------------------------------------------------------------
 
     async def _describe(self) -> dict[str, Any]:
         try:
@@ -93,7 +101,7 @@ class RemoteEnv(Environment):
             await self._connections.close()
         if about.get("protocol") != PROTOCOL:
             raise ValueError(
-                f"{self._shown} speaks version {about.get('protocol')!r} of the protocol and this library {PROTOCOL}; "
+                f"{self._shown} uses protocol version {about.get('protocol')!r}, but this library uses {PROTOCOL}; "
                 "install the same version of verifiers on both sides"
             )
         return about
@@ -109,7 +117,7 @@ class RemoteEnv(Environment):
             while len(rows) < count:
                 page = (await self._get(f"/rows?split={split}&start={len(rows)}&count={PAGE}"))["rows"]
                 if not page:
-                    raise BadReplyError(f"{self._shown} has {count} rows and gave only {len(rows)}")
+                    raise BadReplyError(f"{self._shown} declared {count} rows but sent only {len(rows)}")
                 rows += page
         finally:
             await self._connections.close()
@@ -125,17 +133,17 @@ class RemoteEnv(Environment):
 
     def player(self, *, is_scored: bool) -> Player:
         if [float(weight) for weight in self.rubric.weights] != self._weights:
-            raise ValueError("the weights of a remote environment's rewards are the server's; they cannot be set here")
+            raise ValueError("the weights of a remote environment cannot be changed here; set them on its server")
         return self if is_scored else _Unscored(self)
 
     def set_kwargs(self, **kwargs: Any) -> None:
-        """Attributes are those of the server's environment: here they would change nothing."""
+        """Raises, because setting attributes here would not change the server's environment."""
         if kwargs:
-            raise ValueError(f"{sorted(kwargs)} cannot be set on a remote environment; set them where it is served")
+            raise ValueError(f"{sorted(kwargs)} cannot be set on a remote environment; set them on its server")
 
     def set_max_seq_len(self, max_seq_len: int | None) -> None:
         if max_seq_len != self.max_seq_len:
-            raise ValueError(f"a remote environment's max_seq_len ({self.max_seq_len}) is set where it is served")
+            raise ValueError(f"a remote environment's max_seq_len ({self.max_seq_len}) must be set on its server")
 
     # --- rollouts -------------------------------------------------------------------------------------------------
 
@@ -146,7 +154,7 @@ class RemoteEnv(Environment):
         return await self.play_there(row, answerer, sampling_args, is_scored=False)
 
     async def play_there(self, row: Row, answerer: Answerer, sampling_args: SamplingArgs, *, is_scored: bool) -> State:
-        """One rollout on the server; raises nothing but cancellation."""
+        """Run one rollout on the server. Raises only cancellation."""
         terms = self._terms(answerer.model, sampling_args, is_scored)
         if self.direct:
             terms["endpoint"] = _endpoint(answerer)
@@ -155,7 +163,7 @@ class RemoteEnv(Environment):
             async with await self._connections.slot(self._at_once):
                 state: State = await self._until_it_works(lambda: self._play_once(body, answerer))
                 return state
-        except BaseException as error:  # the server, and a client of someone else's
+        except BaseException as error:  # the server, or a foreign client
             return self.failed_state(row, answerer, sampling_args, contained(error))
 
     def _terms(self, model: str, sampling: SamplingArgs, is_scored: bool) -> dict[str, Any]:
@@ -186,13 +194,13 @@ class RemoteEnv(Environment):
                     if self.direct and (used := state.peek_usage()) is not None:
                         note_reply(used.completion_tokens)
                     return state
-            raise _LostError(f"{self._shown} ended the reply before the rollout was done")
+            raise _LostError(f"{self._shown} closed the stream before the rollout was done")
         finally:
             for task in answering:
                 task.cancel()
 
     async def _answer(self, number: str, asked: Any, answerer: Answerer) -> None:
-        """Ask the model for the server, and tell it what came."""
+        """Call the model for the server, and send it the reply."""
         try:
             request = read_request(asked)
             if self.timeout is not None:
@@ -200,20 +208,20 @@ class RemoteEnv(Environment):
             completion = await answerer.client.complete(request)
             if completion.usage is not None:
                 note_reply(completion.usage.completion_tokens)
-            said = {"completion": plain(sendable(completion))}
-        except BaseException as error:  # a client of someone else's
-            said = {"error": told(wrap(contained(error), InfraError, "the client"))}
-        body = to_json(said)
+            answer = {"completion": plain(sendable(completion))}
+        except BaseException as error:  # a foreign client
+            answer = {"error": error_fields(wrap(contained(error), InfraError, "the client"))}
+        body = to_json(answer)
         try:
             await self._until_it_works(lambda: self._post(f"/answers/{number}", body))
         except RequestRefusedError as error:
-            if getattr(error, "status", None) != 404:  # the rollout ended meanwhile: its own stream says how
+            if getattr(error, "status", None) != 404:  # 404: the rollout has ended, and its stream says how
                 raise
 
     # --- scores ---------------------------------------------------------------------------------------------------
 
     async def score_alone(self, state: State) -> Score:
-        """The score that came with the rollout; one that was played elsewhere is sent to be scored."""
+        """The score that the server sent with the rollout; other rollouts are sent to the server to be scored."""
         if hasattr(state, "remote_score"):
             score: Score = state.remote_score
             del state.remote_score
@@ -237,7 +245,7 @@ class RemoteEnv(Environment):
     # --- HTTP -----------------------------------------------------------------------------------------------------
 
     async def _until_it_works(self, attempt: Callable[[], Any]) -> Any:
-        """Try again while the server is full, or (for ``patience_s``) cannot be reached."""
+        """Retry while the server is full, and for up to ``patience_s`` while it cannot be reached."""
         since: float | None = None
         tries = 0
         while True:
@@ -258,7 +266,7 @@ class RemoteEnv(Environment):
         return _one([line async for line in self._lines(path, body)])
 
     async def _lines(self, path: str, body: bytes | None) -> AsyncIterator[dict[str, Any]]:
-        """The JSON lines of a reply; `_LostError` where trying again may help."""
+        """The JSON lines of a reply. Raises `_LostError` if a retry may help."""
         import aiohttp
 
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
@@ -279,22 +287,22 @@ class RemoteEnv(Environment):
         try:
             value = wire.decode(line)
         except ValueError as error:
-            raise BadReplyError(f"{self._shown} gave no JSON: {error}") from None
+            raise BadReplyError(f"{self._shown} sent invalid JSON: {error}") from None
         if not isinstance(value, dict):
-            raise BadReplyError(f"{self._shown} gave {line[:200]!r}, which is no object")
+            raise BadReplyError(f"{self._shown} sent {line[:200]!r}, which is not an object")
         return value
 
     def _refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         try:
-            said = str(wire.decode(body)["error"]["message"])
+            reason = str(wire.decode(body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            said = body[:200].decode("utf-8", "replace")
-        message = f"{self._shown} answered {status}: {said}"
+            reason = body[:200].decode("utf-8", "replace")
+        message = f"{self._shown} answered {status}: {reason}"
         if status in (429, 502, 503, 504):
             wait = headers.get("Retry-After", "")
             return _LostError(message, is_full=status == 429, retry_after_s=float(wait) if wait.isdigit() else 0.0)
         if status in (401, 403):
-            return AccessRefusedError(f"{message}; give api_key=, or set VERIFIERS_ENV_KEY")
+            return AccessRefusedError(f"{message}; pass api_key=, or set VERIFIERS_ENV_KEY")
         error = RequestRefusedError(message)
         error.status = status  # type: ignore[attr-defined]
         return error
@@ -304,7 +312,7 @@ class RemoteEnv(Environment):
 
 
 class _LostError(ConnectionFailedError):
-    """The server is full, stopping, or cannot be reached: trying again may help."""
+    """The server is full, stopping, or cannot be reached; a retry may help."""
 
     def __init__(self, message: str, *, is_full: bool = False, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -312,7 +320,7 @@ class _LostError(ConnectionFailedError):
 
 
 class _Unscored:
-    """Plays rollouts there and leaves them unscored."""
+    """Runs rollouts on the server without scoring them."""
 
     def __init__(self, env: RemoteEnv) -> None:
         self._env = env
@@ -323,7 +331,7 @@ class _Unscored:
 
 
 class _Connections:
-    """The session of each event loop, and its turns: no more rollouts are sent than the server takes."""
+    """The HTTP session of each event loop, and a semaphore that limits the rollouts sent to what the server accepts."""
 
     def __init__(self) -> None:
         self._sessions: calls.PerLoop[Any] = calls.PerLoop(_open_session, _close_session)
@@ -342,7 +350,7 @@ class _Connections:
 
 
 async def _split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Lines of any length, which the readers of others bound."""
+    """Split a stream into lines of any length (aiohttp's ``readline`` limits their length)."""
     held: list[bytes] = []
     async for part in parts:
         *ended, rest = part.split(b"\n")
@@ -367,12 +375,12 @@ async def _close_session(session: Any) -> None:
 
 def _one(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if len(lines) != 1:
-        raise BadReplyError(f"the environment server gave {len(lines)} lines where one is expected")
+        raise BadReplyError(f"the environment server sent {len(lines)} lines instead of one")
     return lines[0]
 
 
 def _endpoint(answerer: Answerer) -> dict[str, Any]:
-    """The settings of an endpoint over HTTP, key included, for a server that asks it itself."""
+    """The settings of an HTTP endpoint, including its key, for a server that calls it directly."""
     from verifiers.clients.anthropic import AnthropicClient
     from verifiers.clients.http import HTTPClient
     from verifiers.clients.responses import ResponsesClient
@@ -381,7 +389,8 @@ def _endpoint(answerer: Answerer) -> dict[str, Any]:
     client: Any = answerer.client
     if type(client) not in kinds:
         raise RequestRefusedError(
-            f"direct=True needs an endpoint over HTTP that the server can reach; a {type(client).__name__} is here only"
+            f"direct=True needs an HTTP endpoint that the server can reach; a {type(client).__name__} is only in this "
+            "process"
         )
     return {
         "kind": kinds[type(client)],
@@ -394,7 +403,7 @@ def _endpoint(answerer: Answerer) -> dict[str, Any]:
 
 
 def _rubric(names: Sequence[str], weights: Sequence[float]) -> Rubric:
-    """Rewards by name and weight only: the functions are the server's."""
+    """A rubric with names and weights only. The functions are on the server."""
     functions: list[Callable[..., Any]] = []
     for name in names:
 

@@ -1,4 +1,4 @@
-"""An environment and rows → finished, scored rollouts, so many at once, for a caller in another process."""
+"""An environment and rows → finished, scored rollouts, with limited concurrency, for a caller in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ask = Callable[[Request], Awaitable[Completion]]
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What all rollouts of one run have in common. Without a ``client`` the caller answers for the model."""
+    """The settings that all rollouts of a run share. Without a ``client``, the caller calls the model."""
 
     model: str
     client: Client | None = None
@@ -38,7 +38,7 @@ class Terms:
 
 
 class CallersClient(OpenAILooks):
-    """The model as a rollout elsewhere sees it: each request goes back to the caller, who has the client."""
+    """A client that sends each request back to the caller, who has the real client."""
 
     def __init__(self, ask: Ask, model: str) -> None:
         self._ask, self.model = ask, model
@@ -48,7 +48,7 @@ class CallersClient(OpenAILooks):
 
 
 class Host:
-    """One environment, and the limits on what is played on it here at once (None: no limit)."""
+    """One environment, and limits on its concurrent rollouts, generations and scorings (None: no limit)."""
 
     def __init__(
         self, env: Environment, *, at_once: int | None = None, generation: int | None = None, scoring: int | None = None
@@ -59,7 +59,7 @@ class Host:
     async def play(
         self, row: Row, name: str | None, terms: Terms, ask: Ask, on_begin: Callable[[], None]
     ) -> tuple[State, Score | None]:
-        """One rollout, and its score if it was to be scored and did not fail. Raises nothing but cancellation."""
+        """Run one rollout, and score it if required and it did not fail. Raises only cancellation."""
         client: Any = terms.client or CallersClient(ask, terms.model)
         answerer = Answerer(client, client, terms.model)
         async with self._slots:
@@ -83,7 +83,7 @@ class Host:
     async def _generate(self, row: Row, answerer: Answerer, terms: Terms) -> State:
         try:
             return await self.env.run_row(row, answerer, terms.sampling)
-        except BaseException as error:  # foreign code that no one on the way looked at
+        except BaseException as error:  # foreign code
             return self.env.failed_state(row, answerer, terms.sampling, contained(error))
 
     async def _score(self, state: State) -> Score:
@@ -94,13 +94,13 @@ class Host:
         return score
 
     async def score(self, state: State, terms: Terms) -> Score:
-        """Score a rollout that was played elsewhere."""
+        """Score a rollout that ran elsewhere."""
         async with self._scoring:
             with self._limits(terms):
                 return await self._score(state)
 
     async def score_together(self, states: Sequence[State], scores: Sequence[Score], terms: Terms) -> None:
-        """Add what only the whole group can say."""
+        """Add the group rewards to the scores."""
         async with self._scoring:
             with self._limits(terms):
                 await score_group(self.env, states, scores)

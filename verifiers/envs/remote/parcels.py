@@ -1,4 +1,4 @@
-"""States, errors, requests and completions ↔ what of them travels to another process and back."""
+"""States, errors, requests and completions ↔ plain data for another process."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Plain = dict[str, Any]
 
 
 def detached(state: State, score: Score | None = None) -> tuple[Plain, Plain | None]:
-    """A finished rollout and its score without live objects: no client, no raw replies, errors as data."""
+    """A finished rollout and its score as plain data: without the client and raw responses, with errors as data."""
     fields = {key: value for key, value in state.items() if key not in LIVE}
     if isinstance(steps := fields.get("trajectory"), list):
         fields["trajectory"] = [{**step, "response": None} if isinstance(step, Mapping) else step for step in steps]
-    fields["error"] = told(fields.get("error"))
+    fields["error"] = error_fields(fields.get("error"))
     if reason := getattr(state, "not_sampled", None):
         fields["_not_sampled"] = reason
     return fields, None if score is None else score_fields(score)
 
 
 def attached(fields: Mapping[str, Any], score: Mapping[str, Any] | None, answerer: Answerer | None) -> State:
-    """The state of a rollout that was played elsewhere, with the client that this process has."""
+    """The state of a rollout that ran elsewhere, with this process's client."""
     state = State(fields)
     if reason := state.pop("_not_sampled", None):
         state.not_sampled = reason
-    state["error"] = retold(state.get("error"))
+    state["error"] = read_error(state.get("error"))
     if isinstance(used := state.get("usage"), Mapping):
         state["usage"] = read_usage(used) or used
     if answerer is not None:
@@ -52,36 +52,36 @@ def attached(fields: Mapping[str, Any], score: Mapping[str, Any] | None, answere
 
 
 def score_fields(score: Score) -> Plain:
-    return {"reward": score.reward, "metrics": score.metrics, "error": told(score.error)}
+    return {"reward": score.reward, "metrics": score.metrics, "error": error_fields(score.error)}
 
 
 def read_score(fields: Mapping[str, Any]) -> Score:
-    error = retold(fields.get("error"))
-    reward = fields["reward"]  # JSON has no other word for what is no number: it must fail here as it would have there
+    error = read_error(fields.get("error"))
+    reward = fields["reward"]  # JSON has null for NaN and infinity, which must fail here as on the server
     return Score(math.nan if reward is None else reward, dict(fields["metrics"]), error)
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
-def told(error: Any) -> Plain | None:
-    """An error as data: its record, and that of the cause that ends the whole run, where there is one."""
+def error_fields(error: Any) -> Plain | None:
+    """An error as data: its record, and that of the cause that ends the whole run, if any."""
     if not isinstance(error, BaseException):
         return None if error is None else {"record": plain(error)}
     ending = ending_cause(error)
     return {"record": describe(error), "ending": None if ending is None else describe(ending)}
 
 
-def retold(told_error: Any) -> Any:
-    """The error that another process told, of the same class and with the traceback it had there.
+def read_error(fields: Any) -> Any:
+    """The error from another process, with the same class and the traceback that it had there.
 
     >>> from verifiers.errors import JudgeError
-    >>> retold(told(JudgeError("the judge is down")))
+    >>> read_error(error_fields(JudgeError("the judge is down")))
     JudgeError('the judge is down')
     """
-    if not isinstance(told_error, Mapping):
+    if not isinstance(fields, Mapping):
         return None
-    record, ending = told_error.get("record"), told_error.get("ending")
+    record, ending = fields.get("record"), fields.get("ending")
     if not isinstance(record, Mapping) or "blame" not in record:
         return record
     error = _error_of(record)
@@ -94,7 +94,7 @@ def _error_of(record: Mapping[str, Any]) -> Error:
     kind = _classes().get(record["type"])
     if kind is None or kind.blame != record["blame"]:
         kind = type(str(record["type"]), (Error,), {"blame": record["blame"]})
-    error = Exception.__new__(kind, str(record["message"]))  # a class of someone else's may ask for more
+    error = Exception.__new__(kind, str(record["message"]))  # without __init__, which may have other arguments
     error.args = (str(record["message"]),)
     error.described = dict(record)
     return error
@@ -110,11 +110,11 @@ def _classes() -> dict[str, type[Error]]:
     return found
 
 
-# --- what is asked of a model, and what it said -------------------------------------------------------------------
+# --- requests and completions -------------------------------------------------------------------------------------
 
 
 def sendable(completion: Completion) -> Completion:
-    """A completion without objects of an SDK; an endpoint's own JSON stays."""
+    """A completion without objects of an SDK. Raw JSON of an endpoint is kept."""
     return completion if isinstance(completion.raw, dict) else replace(completion, raw=None)
 
 

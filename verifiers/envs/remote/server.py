@@ -1,7 +1,7 @@
-"""An environment → an HTTP service that plays and scores its rollouts for any caller.
+"""An environment → an HTTP service that runs and scores its rollouts for any caller.
 
-A rollout is one POST whose reply is a stream of lines: what is asked of the model, and at last the scored state. The
-caller answers for the model (`/answers`), or names an endpoint that this server can reach.
+A rollout is one POST request. Its reply is a stream of lines: requests to the model, and finally the scored state. The
+caller answers these requests (`/answers`), or names an endpoint that this server can reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verifiers.clients.server_access import lost_client, refusal
 from verifiers.clients.server_thread import ServerThread
 from verifiers.envs.calling import Answerer
 from verifiers.envs.remote.host import CallersClient, Host, Terms
-from verifiers.envs.remote.parcels import attached, detached, read_completion, read_score, retold, score_fields
+from verifiers.envs.remote.parcels import attached, detached, read_completion, read_error, read_score, score_fields
 from verifiers.errors import DeadlineError, Error, RequestRefusedError
 from verifiers.foreign import guarded_tasks
 from verifiers.store.plain import plain, to_json
@@ -38,13 +38,13 @@ logger = logging.getLogger("verifiers.envs")
 
 PROTOCOL = 1
 RETRY_AFTER_S = 1
-ALIVE_S = 10.0  # between two signs of life of a stream, so that whoever is gone is noticed on both sides
-MOST_ROWS = 500  # of one page
+ALIVE_S = 10.0  # between two keep-alive events of a stream, so that both sides notice a lost connection
+MOST_ROWS = 500  # per page
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """Rollouts at once, those that may wait for a turn, seconds that one may take, and bytes of a request."""
+    """Limits: concurrent rollouts, waiting rollouts, seconds per rollout, and bytes per request."""
 
     at_once: int = 64
     waiting: int = 1024
@@ -59,7 +59,7 @@ class ServerLimits:
 
 
 class ServedEnvironment:
-    """The endpoints over one environment; `app` is what aiohttp runs."""
+    """The HTTP endpoints of one environment; `app` creates the aiohttp application."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ServedEnvironment:
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
             most = self.limits.body_bytes
-            return _refused(413, "too_large", f"a request may have {most} bytes here (--max-body-mb)")
+            return _refused(413, "too_large", f"the request is larger than the limit of {most} bytes (--max-body-mb)")
         except web.HTTPException as error:
             return _refused(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}")
         except RequestRefusedError as error:
@@ -120,7 +120,7 @@ class ServedEnvironment:
             logger.exception("%s %s failed", request.method, request.path)
             return _refused(500, "internal_error", f"{type(error).__name__}: {error}")
 
-    # --- what it is -----------------------------------------------------------------------------------------------
+    # --- description and rows -------------------------------------------------------------------------------------
 
     async def _health(self, http: web.Request) -> web.Response:
         status = "stopping" if self.is_stopping else "ok"
@@ -166,7 +166,7 @@ class ServedEnvironment:
         except ValueError:
             start = count = -1
         if min(start, count) < 0:
-            raise RequestRefusedError("start and count are whole numbers, 0 or more")
+            raise RequestRefusedError("start and count must be whole numbers, 0 or more")
         page = await asyncio.to_thread(lambda: rows[start : start + min(count, MOST_ROWS)].to_list())
         return _reply({"rows": plain(page)})
 
@@ -176,7 +176,7 @@ class ServedEnvironment:
         if self.is_stopping:
             return _refused(503, "stopping", "this server is stopping")
         if self.waiting >= self.limits.waiting and self.playing >= self.limits.at_once:
-            return _refused(429, "queue_full", f"{self.playing} rollouts are under way and {self.waiting} wait")
+            return _refused(429, "queue_full", f"{self.playing} rollouts are running and {self.waiting} are waiting")
         self.waiting += 1
         is_waiting = True
 
@@ -205,7 +205,7 @@ class ServedEnvironment:
         try:
             return self.env.formatted(_mapping(body, "row"))
         except (TypeError, ValueError) as error:
-            raise RequestRefusedError(f"'row' cannot be played: {error}") from error
+            raise RequestRefusedError(f"'row' is not valid: {error}") from error
 
     async def _play(
         self, stream: _Lines, row: dict[str, Any], name: str | None, terms: Terms, begin: Callable[[], None]
@@ -233,7 +233,7 @@ class ServedEnvironment:
 
                 state, score = await self._host.play(row, name, terms, ask, on_begin)
         except TimeoutError:
-            late = DeadlineError(f"the rollout took longer than this server allows ({self.limits.deadline_s:g} s)")
+            late = DeadlineError(f"the rollout exceeded this server's limit of {self.limits.deadline_s:g} s")
             client = CallersClient(ask, terms.model)
             state, score = self.env.failed_state(row, Answerer(client, client, terms.model), {}, late), None
         finally:
@@ -245,12 +245,12 @@ class ServedEnvironment:
         body = await _body(http)
         future = self._asked.get(http.match_info["number"])
         if future is None or future.done():
-            return _refused(404, "not_asked", "nobody waits for this answer any more")
+            return _refused(404, "not_asked", "no rollout waits for this answer")
         if "completion" in body:
             future.set_result(read_completion(body["completion"]))
         else:
-            error = retold(body.get("error"))
-            future.set_exception(error if isinstance(error, Error) else Error("the caller gave no answer"))
+            error = read_error(body.get("error"))
+            future.set_exception(error if isinstance(error, Error) else Error("the caller sent no answer"))
         return _reply({"status": "ok"})
 
     async def _scores(self, http: web.Request) -> web.Response:
@@ -260,7 +260,7 @@ class ServedEnvironment:
         if not _are_mappings(states := body.get("states")):
             raise RequestRefusedError("'states' is missing: a list of finished rollouts")
         if given is not None and not (_are_mappings(given) and len(given) == len(states)):
-            raise RequestRefusedError("'scores' is a list with the score of each of the states")
+            raise RequestRefusedError("'scores' must be a list with one score per state")
         here = [attached(fields, None, None) for fields in states]
         if given is None:
             scores = list(await asyncio.gather(*(self._host.score(state, terms) for state in here)))
@@ -268,7 +268,7 @@ class ServedEnvironment:
             try:
                 scores = [read_score(one) for one in given]
             except (KeyError, TypeError, ValueError) as error:
-                raise RequestRefusedError(f"a score has a reward and metrics: {error!r}") from error
+                raise RequestRefusedError(f"a score must have a reward and metrics: {error!r}") from error
             await self._host.score_together(here, scores, terms)
         return _reply({"scores": [score_fields(one) for one in scores]})
 
@@ -322,7 +322,7 @@ async def _body(http: web.Request) -> dict[str, Any]:
 def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = body.get(name)
     if not isinstance(value, Mapping):
-        raise RequestRefusedError(f"{name!r} is missing, or no object")
+        raise RequestRefusedError(f"{name!r} is missing, or not an object")
     return value
 
 
@@ -334,19 +334,19 @@ _TERMS = ("model", "sampling", "is_scored", "reward_timeout_s", "hook_timeout_s"
 
 
 def _terms(body: Mapping[str, Any]) -> Terms:
-    """What a request says of its rollouts; a name that is not known is refused."""
+    """The terms in a request. Unknown names are refused."""
     given = dict(_mapping(body, "terms"))
     endpoint = given.pop("endpoint", None)
     if unknown := set(given) - set(_TERMS):
-        raise RequestRefusedError(f"terms has {sorted(unknown)}; it can have endpoint, {', '.join(_TERMS)}")
+        raise RequestRefusedError(f"'terms' has unknown {sorted(unknown)}; it may have endpoint, {', '.join(_TERMS)}")
     if not isinstance(given.get("model"), str):
-        raise RequestRefusedError("terms needs the name of a model")
+        raise RequestRefusedError("'terms' needs the name of a model")
     if not isinstance(given.get("sampling", {}), Mapping):
-        raise RequestRefusedError(f"'sampling' is an object, not {given['sampling']!r:.100}")
+        raise RequestRefusedError(f"'sampling' must be an object, not {given['sampling']!r:.100}")
     for name in ("reward_timeout_s", "hook_timeout_s"):
         seconds = given.get(name)
         if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
-            raise RequestRefusedError(f"{name!r} is a number of seconds above 0, not {seconds!r:.100}")
+            raise RequestRefusedError(f"{name!r} must be a number of seconds above 0, not {seconds!r:.100}")
     return Terms(**given, client=None if endpoint is None else _client(endpoint))
 
 
@@ -358,13 +358,13 @@ def _client(endpoint: Any) -> Client:
         raise RequestRefusedError(f"the endpoint cannot be used: {type(error).__name__}: {error}") from error
 
 
-# --- running it ---------------------------------------------------------------------------------------------------
+# --- the server ---------------------------------------------------------------------------------------------------
 
 
 class EnvServer(ServerThread):
-    """An environment served in a thread of its own: ``with EnvServer(env) as server: vf.RemoteEnv(server.url)``.
+    """Serves an environment from a separate thread: ``with EnvServer(env) as server: vf.RemoteEnv(server.url)``.
 
-    To listen beyond this machine without an ``api_key`` it must be told that this is meant: ``insecure=True``.
+    Listening beyond this machine without an ``api_key`` requires ``insecure=True``.
     """
 
     def __init__(
@@ -389,11 +389,11 @@ class EnvServer(ServerThread):
         return self.root
 
     def make_runner(self) -> web.AppRunner:
-        # Cancelling the handler when its caller hangs up is what ends the rollout.
+        # Cancelling the handler when its caller disconnects ends the rollout.
         return web.AppRunner(self.served.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
 
     def drain(self, grace_s: float) -> bool:
-        """Take no more rollouts and wait for those under way; tells whether all of them ended."""
+        """Accept no more rollouts and wait for the running ones. Returns whether all of them ended."""
         self.served.is_stopping = True
         end = time.monotonic() + grace_s
         while self.served.playing + self.served.waiting and time.monotonic() < end:
@@ -404,7 +404,7 @@ class EnvServer(ServerThread):
 def serve(
     server: EnvServer, *, grace_s: float, on_ready: Callable[[str], None], on_stop: Callable[[int], None]
 ) -> None:
-    """Serve until the process is told to stop, then finish what is under way; a second time ends at once."""
+    """Serve until the process is interrupted, then wait for running rollouts; a second interrupt ends at once."""
     with server:
         on_ready(server.url)
         try:

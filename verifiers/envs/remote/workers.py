@@ -1,4 +1,4 @@
-"""``workers=`` of a run → who plays its rollouts: the environment itself, or processes elsewhere."""
+"""``workers=`` of a run → the player of its rollouts: the environment itself, or other processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
     from verifiers.envs.evaluation import Options
 
-KINDS = {"ray": "verifiers.integrations.ray"}  # further up in the house, and behind an extra: imported when asked for
+KINDS = {"ray": "verifiers.integrations.ray"}  # in a higher layer, and needs an extra, so it is imported on use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How many rollouts of a run are under way at once on all workers together; -1 and None: no limit."""
+    """How many rollouts of a run may run at once on all workers together; -1 and None mean no limit."""
 
     at_once: int = -1
     generation: int | None = None
@@ -31,7 +31,7 @@ class Share:
 
 
 class WorkersPlayer(Player, Protocol):
-    """A player that begins rollouts elsewhere; those that wait can be taken back."""
+    """A player that runs rollouts in other processes. Waiting rollouts can be withdrawn."""
 
     def withdraw(self) -> None: ...
 
@@ -40,7 +40,7 @@ class WorkersPlayer(Player, Protocol):
 
 @runtime_checkable
 class Workers(Protocol):
-    """Processes that play rollouts. They are there while a block lasts, and may serve several runs in it."""
+    """Processes that run rollouts. They exist within a ``with`` block, and may serve several runs in it."""
 
     def __enter__(self) -> Workers: ...
 
@@ -50,22 +50,22 @@ class Workers(Protocol):
 
 
 def check_workers(given: Any) -> None:
-    """Refuse what cannot be workers, before anything is begun."""
+    """Refuse invalid workers before the run starts."""
     if given is None or isinstance(given, Workers):
         return
     kind, colon, address = given.partition(":") if isinstance(given, str) else ("", "", "")
     if kind not in KINDS or (colon and not address.strip()):
-        raise ValueError(f"workers={given!r} is not known; it is 'ray', 'ray:HOST:PORT' or a RayWorkers(...) object")
+        raise ValueError(f"workers={given!r} must be 'ray', 'ray:HOST:PORT' or a RayWorkers(...) object")
 
 
 def check_installed(given: Any) -> None:
-    """Refuse workers of a kind whose package is not here, or too old, before anything is loaded."""
+    """Refuse workers whose package is not installed, or too old, before anything is loaded."""
     if isinstance(given, str):
         importlib.import_module(f"{KINDS[given.partition(':')[0]]}.cluster").import_ray()
 
 
 def as_workers(given: Any) -> Workers:
-    """``ray``, ``ray:HOST:PORT`` or an object of workers, not started yet."""
+    """The workers for ``ray``, ``ray:HOST:PORT`` or an object of workers, not started yet."""
     check_workers(given)
     if not isinstance(given, str):
         workers: Workers = given
@@ -79,7 +79,7 @@ def as_workers(given: Any) -> Workers:
 async def open_player(
     env: Environment, answerer: Answerer, sampling: SamplingArgs, options: Options, *, is_scored: bool
 ) -> AsyncIterator[Player]:
-    """Who plays a run, while it lasts."""
+    """The player of a run, within the block."""
     if options.workers is None:
         yield env.player(is_scored=is_scored)
         return
@@ -96,7 +96,7 @@ async def open_player(
         generation=options.max_concurrent_generation,
         scoring=options.max_concurrent_scoring,
     )
-    opened = await asyncio.to_thread(workers.__enter__)  # a cluster takes seconds to answer
+    opened = await asyncio.to_thread(workers.__enter__)  # starting a cluster takes seconds
     try:
         player = opened.player(env, answerer, terms, share)
         try:

@@ -15,7 +15,7 @@ from ray import cloudpickle
 
 from verifiers.clients.protocol import Completion, Request
 from verifiers.envs.remote.host import Host, Terms
-from verifiers.envs.remote.parcels import attached, detached, read_score, retold, score_fields
+from verifiers.envs.remote.parcels import attached, detached, read_error, read_score, score_fields
 from verifiers.envs.remote.workers import Share
 from verifiers.errors import Error
 from verifiers.foreign import guarded_tasks
@@ -113,7 +113,7 @@ class RolloutWorker:
             if isinstance(said, Completion):
                 future.set_result(said)
             else:
-                future.set_exception(retold(said) or Error("the caller sent neither a completion nor an error"))
+                future.set_exception(read_error(said) or Error("the caller sent neither a completion nor an error"))
 
     async def drop(self, order_ids: Sequence[int], *, even_if_begun: bool = False) -> None:
         """Cancel rollouts that have not begun, or with ``even_if_begun`` any."""

@@ -21,7 +21,7 @@ from verifiers.clients.protocol import Request
 from verifiers.envs.calling import Answerer
 from verifiers.envs.environment import Environment
 from verifiers.envs.remote.host import Terms
-from verifiers.envs.remote.parcels import attached, detached, read_score, score_fields, sendable, told
+from verifiers.envs.remote.parcels import attached, detached, error_fields, read_score, score_fields, sendable
 from verifiers.envs.remote.workers import Share
 from verifiers.errors import InfraError, WorkerError, wrap
 from verifiers.escapes import contained
@@ -235,7 +235,7 @@ class RayPlayer:
                 note_reply(completion.usage.completion_tokens)
             said: Any = sendable(completion)
         except BaseException as error:  # the client may be foreign code
-            said = told(wrap(contained(error), InfraError, "the client"))
+            said = error_fields(wrap(contained(error), InfraError, "the client"))
         slot.answers.append((number, said))
         if len(slot.answers) == 1:
             asyncio.get_running_loop().call_soon(self._send_answers, slot)
