@@ -242,6 +242,24 @@ def test_group_rewards_see_the_whole_group_and_leave_failed_members_out() -> Non
     assert results.failed[0]["advantage"] is None
 
 
+def test_a_group_reward_sees_rollouts_in_the_order_of_their_repeats_whichever_finishes_first() -> None:
+    waits = iter([0.06, 0.03, 0.0])
+
+    async def reply(messages: Any) -> str:
+        wait = next(waits)
+        await asyncio.sleep(wait)
+        return str(wait)
+
+    def first(completions: Any) -> list[float]:
+        return [1.0, *[0.0] * (len(completions) - 1)]
+
+    results = evaluate(
+        vf.SingleTurnEnv(dataset=rows(1), rubric=vf.Rubric([first])), vf.FakeClient(reply), rollouts_per_example=3
+    )
+    assert [completion[-1]["content"] for completion in results["completion"]] == ["0.06", "0.03", "0.0"]
+    assert results["rewards"] == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("returned", [[1.0], 1.0])
 def test_a_group_reward_that_goes_wrong_fails_its_group_only(returned: Any) -> None:
     def compare(completions: Any, answers: Any) -> Any:

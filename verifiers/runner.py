@@ -294,6 +294,7 @@ class Run:
 
     async def _score_group(self, group: _Group) -> None:
         assert self.score_group is not None
+        group.members.sort(key=lambda member: member[0].position)  # else scores could depend on which finished first
         live = [(state, score) for _, state, score in group.members if state.get("error") is None]
         began = time.perf_counter()
         states, scores = [state for state, _ in live], [score for _, score in live]
