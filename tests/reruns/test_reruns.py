@@ -235,7 +235,7 @@ def test_what_goes_another_way_is_named(tmp_path):
     assert asyncio.run(replay(env, run)).changes[0].what == "reward 0.000 → 2.000"
     env = Twice(dataset=ROWS, rubric=vf.Rubric([exact]), max_turns=3)
     what = asyncio.run(replay(env, run)).changes[0].what
-    assert "the environment asks for reply 3, and 2 were recorded" in what
+    assert "the environment asks for reply 3, but only 2 were recorded" in what
 
 
 # --- judges -------------------------------------------------------------------------------------------------------
