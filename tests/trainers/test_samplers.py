@@ -281,7 +281,7 @@ def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded(tmp_path):
     with served() as server:
         port = server.url.removesuffix("/v1").rsplit(":", 1)[1]
         ended = serving.start("-m", "verifiers", "serve", "local", "--port", port)
-        assert f"127.0.0.1:{port} cannot be listened on" in ended.communicate(timeout=200)[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in ended.communicate(timeout=200)[1]
         assert ended.returncode == 1
 
 
