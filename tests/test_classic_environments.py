@@ -394,3 +394,27 @@ def test_the_trainer_of_0_1_9_is_the_one_here() -> None:
     from verifiers.rl.trainer import RLConfig, RLTrainer
 
     assert (vf.RLTrainer, vf.RLConfig) == (RLTrainer, RLConfig) == (vf.GRPOTrainer, vf.GRPOConfig)
+
+
+# --- what other people's environments use -------------------------------------------------------------------------
+
+
+def test_a_judge_of_ones_own_has_a_client_to_ask_where_none_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ByHand(vf.JudgeRubric):
+        async def judge(self, prompt, completion, answer, state=None, **kwargs) -> str:
+            asked = [{"role": "user", "content": f"Is {completion[-1]['content']} right?"}]
+            reply = await self.judge_client.chat.completions.create(model=self.judge_model, messages=asked)
+            return reply.choices[0].message.content
+
+    async def judged(judge, prompt, completion, answer, state) -> float:
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    monkeypatch.setattr("openai.AsyncOpenAI", lambda: vf.FakeClient("yes"))
+    assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=ByHand(funcs=[judged])), "4")["reward"] == 1.0
+    with vf.FakeServer("yes") as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        rubric = vf.JudgeRubric(funcs=[judged])
+        assert rubric.judge_client.base_url == server.url
+        assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=rubric), "4")["reward"] == 1.0
+        assert len(server.requests) == 1
