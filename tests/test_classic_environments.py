@@ -418,3 +418,21 @@ def test_a_judge_of_ones_own_has_a_client_to_ask_where_none_was_given(monkeypatc
         assert rubric.judge_client.base_url == server.url
         assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=rubric), "4")["reward"] == 1.0
         assert len(server.requests) == 1
+
+
+def test_tool_calls_are_read_by_attribute_too_as_before_0_1_9() -> None:
+    def called(completion, **kwargs) -> float:
+        (made,) = completion[0]["tool_calls"]
+        assert made.id == made["id"]
+        assert made.model_dump() == made
+        return float(made.function.name == made["function"]["name"] == "shift")
+
+    class Watching(vf.ToolEnv):
+        def is_completed(self, messages, state, **kwargs):
+            said = messages[-1].get("tool_calls") or []
+            return any(one.function.name == "shift" for one in said) and "offset" in said[0].function.arguments
+
+    asked = calling(call("shift", {"x": 1, "offset": 2}))
+    env = vf.ToolEnv(tools=[shift], dataset=ROWS, rubric=vf.Rubric(funcs=[called]))
+    assert play(env, asked, "3")["reward"] == 1.0
+    assert len(play(Watching(tools=[shift], dataset=ROWS, rubric=vf.Rubric(funcs=[called])), asked)["trajectory"]) == 1
