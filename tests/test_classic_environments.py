@@ -436,3 +436,24 @@ def test_tool_calls_are_read_by_attribute_too_as_before_0_1_9() -> None:
     env = vf.ToolEnv(tools=[shift], dataset=ROWS, rubric=vf.Rubric(funcs=[called]))
     assert play(env, asked, "3")["reward"] == 1.0
     assert len(play(Watching(tools=[shift], dataset=ROWS, rubric=vf.Rubric(funcs=[called])), asked)["trajectory"]) == 1
+
+
+def test_weights_that_a_rubric_sets_beyond_its_functions_count_for_nothing() -> None:
+    class Spare(vf.Rubric):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.reward_funcs = [self.same]
+            self.reward_weights = [1.0, 0.2]
+
+        def same(self, completion, answer) -> float:
+            return float(completion[-1]["content"] == answer)
+
+    with pytest.warns(UserWarning, match="2 weights for 1 reward functions"):
+        assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=Spare()), "4")["reward"] == 1.0
+
+
+def test_fewer_weights_than_functions_are_refused_in_a_sentence() -> None:
+    rubric = vf.Rubric(funcs=[lambda completion: 1.0, lambda answer: 1.0])
+    rubric.reward_weights = [1.0]
+    with pytest.raises(ValueError, match="2 reward functions but 1 weights; give one for each"):
+        play(vf.SingleTurnEnv(dataset=ROWS, rubric=rubric), "4")
