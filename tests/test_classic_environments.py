@@ -457,3 +457,13 @@ def test_fewer_weights_than_functions_are_refused_in_a_sentence() -> None:
     rubric.reward_weights = [1.0]
     with pytest.raises(ValueError, match="2 reward functions but 1 weights; give one for each"):
         play(vf.SingleTurnEnv(dataset=ROWS, rubric=rubric), "4")
+
+
+def test_names_that_environments_take_from_the_modules_of_0_1_x_are_there() -> None:
+    from verifiers.envs.python_env import PythonWorkerState
+    from verifiers.envs.sandbox_env import SandboxState
+    from verifiers.utils.message_utils import ChatCompletionMessage
+
+    assert SandboxState.__annotations__.keys() == {"ready", "ready_wait_time", "command_execution_times"}
+    assert PythonWorkerState.__annotations__.keys() == {"ready", "execution_count", "ready_wait_time"}
+    assert ChatCompletionMessage(role="assistant", content="4").content == "4"
