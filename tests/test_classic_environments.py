@@ -467,3 +467,21 @@ def test_names_that_environments_take_from_the_modules_of_0_1_x_are_there() -> N
     assert SandboxState.__annotations__.keys() == {"ready", "ready_wait_time", "command_execution_times"}
     assert PythonWorkerState.__annotations__.keys() == {"ready", "execution_count", "ready_wait_time"}
     assert ChatCompletionMessage(role="assistant", content="4").content == "4"
+
+
+@pytest.mark.parametrize(
+    "taken", ["import verifiers.v1 as vf", "from verifiers.types import UserMessage", "from verifiers import Taskset"]
+)
+def test_an_environment_of_a_later_release_is_told_from_one_whose_package_is_missing(
+    tmp_path: Path, taken: str
+) -> None:
+    folder = tmp_path / "of_later"
+    folder.mkdir()
+    (folder / "of_later.py").write_text(f"{taken}\ndef load_environment(): ...\n")
+    with pytest.raises(ImportError, match=r"'of-later' takes from verifiers what is not there .* 0\.1\.11 or newer"):
+        vf.load_environment("of-later", environments_dir=tmp_path)
+
+
+def test_a_name_of_a_later_release_says_that_it_is_one() -> None:
+    with pytest.raises(AttributeError, match=r"'Taskset': it is of classic's releases 0\.1\.11"):
+        vf.Taskset  # noqa: B018
