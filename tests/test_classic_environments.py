@@ -394,3 +394,94 @@ def test_the_trainer_of_0_1_9_is_the_one_here() -> None:
     from verifiers.rl.trainer import RLConfig, RLTrainer
 
     assert (vf.RLTrainer, vf.RLConfig) == (RLTrainer, RLConfig) == (vf.GRPOTrainer, vf.GRPOConfig)
+
+
+# --- what other people's environments use -------------------------------------------------------------------------
+
+
+def test_a_judge_of_ones_own_has_a_client_to_ask_where_none_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ByHand(vf.JudgeRubric):
+        async def judge(self, prompt, completion, answer, state=None, **kwargs) -> str:
+            asked = [{"role": "user", "content": f"Is {completion[-1]['content']} right?"}]
+            reply = await self.judge_client.chat.completions.create(model=self.judge_model, messages=asked)
+            return reply.choices[0].message.content
+
+    async def judged(judge, prompt, completion, answer, state) -> float:
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    monkeypatch.setattr("openai.AsyncOpenAI", lambda: vf.FakeClient("yes"))
+    assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=ByHand(funcs=[judged])), "4")["reward"] == 1.0
+    with vf.FakeServer("yes") as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        rubric = vf.JudgeRubric(funcs=[judged])
+        assert rubric.judge_client.base_url == server.url
+        assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=rubric), "4")["reward"] == 1.0
+        assert len(server.requests) == 1
+
+
+def test_tool_calls_are_read_by_attribute_too_as_before_0_1_9() -> None:
+    def called(completion, **kwargs) -> float:
+        (made,) = completion[0]["tool_calls"]
+        assert made.id == made["id"]
+        assert made.model_dump() == made
+        return float(made.function.name == made["function"]["name"] == "shift")
+
+    class Watching(vf.ToolEnv):
+        def is_completed(self, messages, state, **kwargs):
+            said = messages[-1].get("tool_calls") or []
+            return any(one.function.name == "shift" for one in said) and "offset" in said[0].function.arguments
+
+    asked = calling(call("shift", {"x": 1, "offset": 2}))
+    env = vf.ToolEnv(tools=[shift], dataset=ROWS, rubric=vf.Rubric(funcs=[called]))
+    assert play(env, asked, "3")["reward"] == 1.0
+    assert len(play(Watching(tools=[shift], dataset=ROWS, rubric=vf.Rubric(funcs=[called])), asked)["trajectory"]) == 1
+
+
+def test_weights_that_a_rubric_sets_beyond_its_functions_count_for_nothing() -> None:
+    class Spare(vf.Rubric):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.reward_funcs = [self.same]
+            self.reward_weights = [1.0, 0.2]
+
+        def same(self, completion, answer) -> float:
+            return float(completion[-1]["content"] == answer)
+
+    with pytest.warns(UserWarning, match="2 weights for 1 reward functions"):
+        assert play(vf.SingleTurnEnv(dataset=ROWS, rubric=Spare()), "4")["reward"] == 1.0
+
+
+def test_fewer_weights_than_functions_are_refused_in_a_sentence() -> None:
+    rubric = vf.Rubric(funcs=[lambda completion: 1.0, lambda answer: 1.0])
+    rubric.reward_weights = [1.0]
+    with pytest.raises(ValueError, match="2 reward functions but 1 weights; give one for each"):
+        play(vf.SingleTurnEnv(dataset=ROWS, rubric=rubric), "4")
+
+
+def test_names_that_environments_take_from_the_modules_of_0_1_x_are_there() -> None:
+    from verifiers.envs.python_env import PythonWorkerState
+    from verifiers.envs.sandbox_env import SandboxState
+    from verifiers.utils.message_utils import ChatCompletionMessage
+
+    assert SandboxState.__annotations__.keys() == {"ready", "ready_wait_time", "command_execution_times"}
+    assert PythonWorkerState.__annotations__.keys() == {"ready", "execution_count", "ready_wait_time"}
+    assert ChatCompletionMessage(role="assistant", content="4").content == "4"
+
+
+@pytest.mark.parametrize(
+    "taken", ["import verifiers.v1 as vf", "from verifiers.types import UserMessage", "from verifiers import Taskset"]
+)
+def test_an_environment_of_a_later_release_is_told_from_one_whose_package_is_missing(
+    tmp_path: Path, taken: str
+) -> None:
+    folder = tmp_path / "of_later"
+    folder.mkdir()
+    (folder / "of_later.py").write_text(f"{taken}\ndef load_environment(): ...\n")
+    with pytest.raises(ImportError, match=r"'of-later' imports something that verifiers does not have .* 0\.1\.11 or newer"):
+        vf.load_environment("of-later", environments_dir=tmp_path)
+
+
+def test_a_name_of_a_later_release_says_that_it_is_one() -> None:
+    with pytest.raises(AttributeError, match=r"'Taskset': it is a name of the classic package's releases 0\.1\.11"):
+        vf.Taskset  # noqa: B018

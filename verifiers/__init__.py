@@ -58,6 +58,12 @@ _EXTRA_NAMES = {
     "ChatCompletionToolParam FunctionDefinition FunctionParameters",
 }
 _EXTRA_HOME = {name: module for module, names in _EXTRA_NAMES.items() for name in names.split()}
+# Names of the classic package's later releases (0.1.11 and newer), whose environments do not run here.
+_LATER = (
+    "AssistantMessage BrowserEnv Env EnvConfig Harness HarnessConfig MCPTool OpenEnvEnv SystemMessage Task Taskset "
+    "TasksetConfig TextMessage Tool ToolCall ToolMessage Toolset ToolsetConfig User UserConfig UserMessage advantage "
+    "metric reward setup update"
+)
 _MODULES = (
     "calls",
     "clients",
@@ -90,7 +96,10 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"verifiers.{name}")
     else:
-        raise AttributeError(f"module 'verifiers' has no attribute {name!r}")
+        later = ": it is a name of the classic package's releases 0.1.11 and newer, whose environments do not run here" * (
+            name in _LATER.split()
+        )
+        raise AttributeError(f"module 'verifiers' has no attribute {name!r}{later}")
     globals()[name] = value
     return value
 

@@ -72,7 +72,11 @@ def find_module(env_id: str, environments_dir: str | Path = "environments") -> M
     own = name.replace("-", "_")
     names, folder = (own, f"{own}_env"), Path(environments_dir)
     for find in (lambda one: _import_local(one, folder), _import_installed, _import_bundled):
-        for module in map(find, names):
+        for one in names:
+            try:
+                module = find(one)
+            except ImportError as error:
+                raise _of_another_release(env_id, error) or error from error.__cause__
             if callable(getattr(module, "load_environment", None)):
                 assert module is not None
                 return module
@@ -82,6 +86,16 @@ def find_module(env_id: str, environments_dir: str | Path = "environments") -> M
     if (folder / own).is_dir() or own in sys.modules:
         raise ValueError(f"{env_id!r} is not an environment: {own} has no load_environment()")
     raise ValueError(_not_found(env_id, own, folder))
+
+
+def _of_another_release(env_id: str, error: ImportError) -> ImportError | None:
+    """The error for an environment that imports a name from verifiers that does not exist here."""
+    if (error.name or "").partition(".")[0] != "verifiers":
+        return None
+    return ImportError(
+        f"the environment {env_id!r} imports something that verifiers does not have ({error}); if it was written for "
+        "release 0.1.11 or newer, it does not run here: see 'Coming from classic 0.1.x' in the documentation"
+    )
 
 
 def _import_local(module_name: str, folder: Path) -> ModuleType | None:
@@ -130,8 +144,11 @@ def _import_installed(module_name: str) -> ModuleType | None:
     except SystemExit as error:
         raise ImportError(f"{module_name!r} calls exit({error.code!r}) when it is imported") from error
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.partition(".")[0] == module_name.partition(".")[0]:
+        missing = (error.name or "").partition(".")[0]
+        if missing == module_name.partition(".")[0]:
             return None
+        if missing == "verifiers":
+            raise
         raise ImportError(
             f"the environment {module_name!r} needs the module {error.name!r}, which is not installed; "
             "see its pyproject.toml or README for the package to install"

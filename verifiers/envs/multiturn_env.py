@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from verifiers import calls
 from verifiers.clients.openai_objects import Step
-from verifiers.clients.protocol import Completion
+from verifiers.clients.protocol import Completion, View
 from verifiers.envs.calling import ask_arguments
 from verifiers.envs.environment import Environment
 from verifiers.envs.hooks import only_reads, takes_messages
@@ -140,7 +140,7 @@ class MultiTurnEnv(Environment):
         tokens = step_tokens(reply.tokens, self.max_seq_len)
         return Step(
             prompt=prompt_messages,
-            completion=[reply.message] if self.message_type == "chat" else reply.text,
+            completion=[_readable(reply.message)] if self.message_type == "chat" else reply.text,
             response=response,
             tokens=tokens,
             reward=None,
@@ -232,6 +232,14 @@ class MultiTurnEnv(Environment):
 
     def own_metrics(self, state: State) -> dict[str, float]:
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
+
+
+def _readable(message: ChatMessage) -> ChatMessage:
+    """The message, whose tool calls can be read by key and, as before 0.1.9, by attribute: ``call.function.name``."""
+    listed = message.get("tool_calls")
+    if not isinstance(listed, list):
+        return message
+    return {**message, "tool_calls": [View(call) if isinstance(call, dict) else call for call in listed]}
 
 
 def _as_reply(response: Any, messages: Messages) -> list[ChatMessage]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from verifiers.envs.sandbox_env import SandboxEnv
 from verifiers.tools.programs import Language
@@ -11,6 +11,14 @@ from verifiers.tools.tool import Tool
 from verifiers.types import Messages, SamplingArgs, State
 
 PACKAGES = ("numpy", "sympy")
+
+
+class PythonWorkerState(TypedDict):
+    """The ``python_state`` argument of tools. The Python process of a rollout is always ready."""
+
+    ready: bool
+    execution_count: int
+    ready_wait_time: float
 
 
 class PythonEnv(SandboxEnv):
@@ -37,7 +45,7 @@ class PythonEnv(SandboxEnv):
 
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
         state = super().new_state(row, client, model, sampling_args)
-        state["python_state"] = {"ready": True, "execution_count": 0, "ready_wait_time": 0.0}
+        state["python_state"] = PythonWorkerState(ready=True, execution_count=0, ready_wait_time=0.0)
         return state
 
     def known_args(self, messages: Messages, state: State) -> dict[str, Any]:

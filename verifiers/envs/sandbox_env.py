@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from verifiers.envs.hooks import takes_messages
 from verifiers.envs.sandbox_client import SandboxClient, in_folder
@@ -42,6 +42,15 @@ _NO_EFFECT = frozenset(
         "timeout_minutes",
     )
 )
+
+
+class SandboxState(TypedDict):
+    """The ``sandbox_state`` argument of tools. The sandbox of a rollout is always ready."""
+
+    ready: bool
+    ready_wait_time: float
+    command_execution_times: list[float]
+
 
 _HIDDEN = ("state", "sandbox_id", "sandbox_state", "python_state", "working_dir")
 
@@ -97,7 +106,7 @@ class SandboxEnv(StatefulToolEnv):
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
         state = super().new_state(row, client, model, sampling_args)
         state["sandbox_id"] = self.sessions.expect(state)
-        state["sandbox_state"] = {"ready": True, "ready_wait_time": 0.0, "command_execution_times": []}
+        state["sandbox_state"] = SandboxState(ready=True, ready_wait_time=0.0, command_execution_times=[])
         return state
 
     def known_args(self, messages: Messages, state: State) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from functools import cached_property
@@ -10,8 +11,8 @@ from typing import Any
 
 from verifiers import calls, messages
 from verifiers.clients import as_client
-from verifiers.clients.protocol import Request
-from verifiers.clients.resolve import server_of
+from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.resolve import OPENAI_URL, server_of
 from verifiers.errors import JudgeError, OverlongPromptError
 from verifiers.parsers import Parser
 from verifiers.rubrics.judge_template import (
@@ -69,7 +70,8 @@ class JudgeRubric(Rubric):
     ) -> None:
         if judge_client is not None and client is not None and judge_client is not client:
             raise TypeError("client= and judge_client= are two names for the same argument; pass one")
-        self.judge_client = judge_client if judge_client is not None else client
+        given = judge_client if judge_client is not None else client
+        self.judge_client = _DefaultClient() if given is None else given
         self.judge_model = judge_model
         self.judge_sampling_args = dict(judge_sampling_args or {})
         self.judge_prompt = judge_prompt
@@ -77,7 +79,7 @@ class JudgeRubric(Rubric):
         self._asked: dict[tuple[Any, ...], _Ask] = {}
         known = {
             "judge": self.judge,
-            "judge_client": _LazyClient() if self.judge_client is None else self.judge_client,
+            "judge_client": self.judge_client,
             "judge_model": judge_model,
             "judge_prompt": judge_prompt,
             "judge_sampling_args": self.judge_sampling_args,
@@ -315,11 +317,18 @@ def _replies_in(state: Any) -> _Replies:
     return replies
 
 
-class _LazyClient:
-    """The default for ``judge_client`` in reward functions: an ``AsyncOpenAI()``, created on first use."""
+class _DefaultClient:
+    """The default judge client. Rubrics call it like our clients, and reward functions like an ``AsyncOpenAI()``."""
+
+    @property
+    def base_url(self) -> str:
+        return os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
+
+    async def complete(self, request: Request) -> Completion:
+        return await as_client().complete(request)
 
     @cached_property
-    def _client(self) -> Any:
+    def _openai(self) -> Any:
         try:
             from openai import AsyncOpenAI
         except ImportError as error:
@@ -329,7 +338,7 @@ class _LazyClient:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._client, name)
+        return getattr(self._openai, name)
 
 
 def _from_user(text: str) -> list[ChatMessage]:

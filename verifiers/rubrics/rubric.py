@@ -163,7 +163,15 @@ class Rubric:
         return self.reward_shares()
 
     def _get_reward_weights(self) -> list[float]:
-        return self.weights
+        """One for each function; a subclass that sets both lists itself may have set more weights than functions."""
+        n_funcs, n_weights = len(self.funcs), len(self.weights)
+        if n_weights < n_funcs:
+            raise ValueError(f"{n_funcs} reward functions but {n_weights} weights; give one for each")
+        if n_weights > n_funcs:
+            warnings.warn(
+                f"{n_weights} weights for {n_funcs} reward functions: the last ones have no effect", stacklevel=2
+            )
+        return self.weights if n_weights == n_funcs else self.weights[:n_funcs]
 
     def _plan(self, function: Any) -> Plan:
         plan = self._plans.get(id(function))
@@ -178,7 +186,7 @@ class Rubric:
         """Each function with the name under which it is reported; a second one of the same name gets a number."""
         seen: dict[str, int] = {}
         named = []
-        for function, weight in zip(self.funcs, self.weights, strict=True):
+        for function, weight in zip(self.funcs, self._get_reward_weights(), strict=True):
             plan = self._plan(function)
             seen[plan.name] = count = seen.get(plan.name, 0) + 1
             named.append((plan.name if count == 1 else f"{plan.name}_{count}", plan, weight))
