@@ -96,10 +96,8 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"verifiers.{name}")
     else:
-        later = ": it is a name of the classic package's releases 0.1.11 and newer, whose environments do not run here" * (
-            name in _LATER.split()
-        )
-        raise AttributeError(f"module 'verifiers' has no attribute {name!r}{later}")
+        hint = ", which is of the classic package's releases 0.1.11 and newer: their environments do not run here"
+        raise AttributeError(f"module 'verifiers' has no attribute {name!r}{hint if name in _LATER.split() else ''}")
     globals()[name] = value
     return value
 
