@@ -78,7 +78,7 @@ def test_a_tuple_of_messages_is_a_completion_and_any_other_tuple_is_refused() ->
 
 def test_a_number_is_no_completion_and_a_number_of_turns_is_no_trajectory() -> None:
     for reward in (1.0, True, np.float32(0.5)):
-        with pytest.raises(vf.Error, match="it returns the state, the completion, or both"):
+        with pytest.raises(vf.Error, match="it must return the state, the completion, or both"):
             adopt_result(reward, blank())
-    with pytest.raises(vf.Error, match=r"is the list of a rollout's turns, which are kept here, and not 5"):
+    with pytest.raises(vf.Error, match=r"must be the list of the rollout's turns, which the library keeps, not 5"):
         adopt_result(("x", {"trajectory": 5}), blank())
