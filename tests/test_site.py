@@ -299,7 +299,7 @@ def test_every_public_name_of_ours_is_in_the_reference_with_its_docstring_and_in
     places = {entry["location"].partition("#")[0] for entry in index["docs"]}
     assert {"index.html", "training.html", "reference/environments.html", "examples/301_train.html"} <= places
     reference = (site / "reference" / "environments.html").read_text(encoding="utf-8")
-    assert "An environment in which the model speaks once." in reference
+    assert "An environment in which the model replies once." in reference
     statistics = (site / "reference" / "stats.html").read_text(encoding="utf-8")
     assert '<span class="gp">' in statistics  # doctests are shown as code ...
     assert "<blockquote>" not in statistics  # ... and not as quotations
