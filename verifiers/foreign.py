@@ -143,7 +143,7 @@ class Hook:
             return self.timeout_s
         return limits.get().reward_s if self.kind == "reward" else limits.get().hook_s
 
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    async def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         limit_s = self.limit_s
         try:
             if self.is_async:
@@ -296,7 +296,7 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) 
     return asyncio.Task(_Guarded(coroutine) if is_foreign.get() else coroutine, loop=loop, **options)
 
 
-def _run_unawaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_unawaited(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run an async function that awaits nothing like a sync function."""
     try:
         function(*args, **kwargs).send(None)

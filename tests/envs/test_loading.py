@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,3 +216,27 @@ def test_a_package_that_ends_the_program_when_it_is_imported_is_told(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="'toy_exits' calls exit"):
         vf.load_environment("toy_exits")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("exit(0)\n", "importing 'toy_leaves' calls exit"),
+        ("def load_environment(): raise SystemExit(0)\n", r"toy_leaves.load_environment\(\) calls exit\(0\)"),
+    ],
+)
+def test_a_local_environment_that_ends_the_program_when_it_is_loaded_is_an_error(
+    source: str, message: str, folder: Path
+) -> None:
+    (folder / "toy_leaves").mkdir()
+    (folder / "toy_leaves" / "toy_leaves.py").write_text(f"from sys import exit\n{source}")
+    with pytest.raises(ImportError, match=message):
+        vf.load_environment("toy_leaves", environments_dir=folder)
+
+
+def test_a_folder_of_pythons_own_module_name_does_not_replace_that_module(folder: Path) -> None:
+    (folder / "random").mkdir()
+    (folder / "random" / "random.py").write_text("def load_environment(): ...\n")
+    with pytest.raises(ValueError, match="random is a module of Python"):
+        vf.load_environment("random", environments_dir=folder)
+    assert hasattr(sys.modules.get("random", random), "randint")

@@ -225,6 +225,13 @@ def test_tools_with_names_that_no_endpoint_takes_are_renamed_for_the_model_and_c
     assert said == ["bad.name/x", "bad name/x", "n" * 100, "n" * 99 + "m"]
 
 
+def test_an_argument_named_self_reaches_the_server() -> None:
+    env = vf.MCPEnv(mcp_servers=[odd()], dataset=[ROW])
+    (said,) = tool_texts(roll_out(env, calling(call("count", {"self": "me", "function": "f"})), ""))
+    env.close()
+    assert said == "count 1"
+
+
 def test_a_result_that_is_only_structured_arrives_as_json() -> None:
     env = vf.MCPEnv(mcp_servers=[odd()], dataset=[ROW])
     (said,) = tool_texts(roll_out(env, calling(call("structured")), ""))

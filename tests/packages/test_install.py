@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -142,6 +143,22 @@ def test_without_a_hub_one_sentence_says_how_to_name_one(tmp_path, monkeypatch):
         install("org/my-env", **into(tmp_path))
 
 
+def test_an_environment_replaces_no_installed_package_that_is_none(folder, monkeypatch):
+    ran: list = []
+    module = sys.modules[Installer.__module__]
+    monkeypatch.setattr(module, "run_program", lambda program, words, settings=None: ran.append(words))
+    (folder / "pyproject.toml").write_text(PYPROJECT.replace("my-env", "pytest"))
+    (folder / "my_env.py").rename(folder / "pytest.py")
+    with pytest.raises(InstallError, match=r"pytest [\d.]+ is installed here and is not an environment"):
+        install(str(folder))
+    assert ran == []
+    install(str(folder), target="elsewhere")
+    (folder / "pyproject.toml").write_text(PYPROJECT)
+    (folder / "pytest.py").rename(folder / "my_env.py")
+    install(str(folder))
+    assert [words[0] for words in ran] == ["install", "install"]
+
+
 def test_what_is_no_environment_is_refused_before_anything_is_installed(folder, wheel, tmp_path):
     (folder / "my_env.py").write_text("x = 1\n")
     with pytest.raises(InstallError, match="does not define load_environment"):
@@ -169,8 +186,9 @@ def test_uv_is_used_where_there_is_no_pip(monkeypatch, tmp_path, folder):
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert find_program() == "uv"
-    assert install(str(folder)).program == "uv"
-    Installer(program="uv", target="there").install(["my-env==0.1.0"], index="http://x/simple")
+    done = install(str(folder))
+    assert done.program == "uv"
+    Installer(program="uv", target="there").install(done.package, ["my-env==0.1.0"], index="http://x/simple")
     first, second = said.read_text().splitlines()
     assert first.startswith("pip install --quiet --python ")
     assert first.endswith(str(folder))

@@ -109,7 +109,7 @@ def test_a_new_package_reads_back_and_never_writes_over_another(tmp_path):
         new_package("my-env", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../x", "My Env", "", "1st", "verifiers", "a--b"])
+@pytest.mark.parametrize("name", ["../x", "My Env", "", "1st", "verifiers", "a--b", "json", "string"])
 def test_a_name_that_could_not_be_a_package_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match="cannot be the name of an environment"):
         new_package(name, tmp_path)

@@ -26,6 +26,47 @@ def test_a_cell_without_a_last_expression_has_no_value(sandbox: Sandbox) -> None
     assert sandbox.run("").status == "ok"
 
 
+REPLACED_OUTPUT = {
+    "wrapped again": "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')\nprint('é')",
+    "detached": "import codecs, sys\nsys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())\nprint('é')",
+    "opened again": "import os, sys\nsys.stdout = os.fdopen(os.dup(1), 'w')\nprint('é')",
+    "closed": "import sys\nprint('é')\nsys.stdout.close()\nsys.stderr.close()",
+    "buffer closed": "import sys\nprint('é')\nsys.stdout.buffer.close()",
+    "in a with block": "import sys\nwith sys.stdout as out: print('é', file=out)",
+}
+
+
+@pytest.mark.parametrize("code", REPLACED_OUTPUT.values(), ids=REPLACED_OUTPUT)
+def test_a_cell_that_replaces_or_closes_its_output_loses_no_output_and_later_cells_have_theirs(
+    code: str, sandbox: Sandbox
+) -> None:
+    with sandbox.session() as session:
+        first, failed = session.run(code), session.run(f"{code}\n1 / 0")
+        later = session.run("import sys\nprint('out')\nprint('err', file=sys.stderr)\n3")
+    assert (first.status, first.stdout) == ("ok", "é\n")
+    assert (failed.status, failed.stdout) == ("error", "é\n")
+    assert "ZeroDivisionError" in (failed.error or "")
+    assert (later.status, later.value, later.stdout, later.stderr) == ("ok", "3", "out\n", "err\n")
+
+
+def test_an_output_that_cannot_be_flushed_is_no_error_of_the_cell(sandbox: Sandbox) -> None:
+    code = "import sys\nclass Out:\n    def write(self, text): ...\n    def flush(self): raise {}\nsys.stdout = Out()"
+    for what in ("ValueError", "SystemExit(3)", "KeyboardInterrupt"):
+        with sandbox.session() as session:
+            assert session.run(code.format(what)).status in ("ok", "error")
+            assert session.run(f"{code.format(what)}\n1 / 0").status == "error"
+            assert session.run("print('out')").stdout == "out\n"
+    assert sandbox.run("import sys\nsys.stdout = None\n4").value == "4"
+
+
+def test_replaced_output_has_the_same_limit(sandbox: Sandbox) -> None:
+    code = "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nsys.stdout.write('x' * (1 << 20)){}"
+    with sandbox.session() as session:
+        assert session.run(code.format("")).status == "output"
+        assert session.run(code.format("\n1 / 0")).status in ("output", "error")
+        assert session.run("print('out')").stdout == "out\n"
+
+
 def test_an_error_comes_with_a_traceback_of_the_cell_only(sandbox: Sandbox) -> None:
     result = sandbox.run("def f():\n    return 1 / 0\nprint('before')\nf()")
     assert (result.status, result.stdout) == ("error", "before\n")

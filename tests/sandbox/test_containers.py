@@ -11,6 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 import verifiers as vf
 from tests.support.doc_blocks import unrun_blocks
+from verifiers.errors import ToolError
 from verifiers.sandbox import ContainerSandbox, Result, SandboxError
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
@@ -68,6 +70,69 @@ def test_cells_keep_their_state_and_say_what_they_did(engine: Calls) -> None:
         again = session.run("'x' in globals()")
         assert (again.value, again.is_fresh) == ("False", True)
     assert [call[0] for call in engine()].count("run") == 2
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        '{"bogus": 1}',
+        '{"number": 2, "status": ["ok"], "stdout": 5}',
+        '{"number": 2, "errno": 99999}',
+        '{"status": "ok", "stdout": "", "stderr": ""}',
+        '{"ended": {"why": "memory"}}',
+        "null",
+        "[" * 100_000,
+        "not JSON",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_forged_reply_ends_its_container_and_raises_nothing(forged: str, engine: Calls) -> None:
+    line = f"{forged}\n".encode()
+    write = f"import os\nfor fd in range(3, 12):\n  try: os.write(fd, {line!r})\n  except OSError: pass"
+    with ContainerSandbox(engine="docker") as sandbox:
+        session = sandbox.session()
+        assert session.run(write).status == "killed"
+        session.write("a", "1")
+        assert session.files() == ["a"]
+        assert session.run("print('real')\n3").stdout == "real\n"
+
+
+def test_a_forged_reply_to_a_request_for_files_is_an_error_of_the_code(engine: Calls) -> None:
+    late = (
+        "import os, threading, time\n"
+        "def forge():\n  time.sleep(0.3)\n  for fd in range(3, 12):\n"
+        "    try: os.write(fd, b'{}\\n')\n    except OSError: pass\n"
+        "threading.Thread(target=forge).start()"
+    )
+    with ContainerSandbox(engine="docker") as sandbox:
+        session = sandbox.session()
+        assert session.run(late).status == "ok"
+        time.sleep(1)
+        with pytest.raises(ToolError):
+            session.files()
+        assert session.run("3").value == "3"
+
+
+def test_output_that_a_cell_replaces_or_closes_is_kept_and_the_next_cell_has_its_own(engine: Calls) -> None:
+    wrapped = "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')\nprint('é')"
+    with ContainerSandbox(engine="docker") as sandbox:
+        session = sandbox.session()
+        for code in (
+            wrapped,
+            "import sys\nprint('é')\nsys.stdout.close()",
+            "import os\nprint('é', flush=True)\nos.close(1)",
+        ):
+            assert (result := session.run(code)).stdout == "é\n", result
+            after = session.run("print('next')\n3")
+            assert (after.stdout, after.value, after.is_fresh) == ("next\n", "3", False)
+        assert session.run("import sys\nsys.stdout = None\n4").value == "4"
+
+
+def test_a_value_is_cut_to_the_output_limit(engine: Calls) -> None:
+    with ContainerSandbox(engine="docker", output_kb=1) as sandbox:
+        value = sandbox.run("'x' * 5000").value
+    assert len(value) < 1100
+    assert value.endswith("... (5002 characters)")
 
 
 def test_files_go_in_and_out(engine: Calls) -> None:

@@ -88,6 +88,14 @@ def test_columns_of_the_wrong_kind_are_shown_as_what_they_are(ask, make_run):
     ask.run(run, "/figures")
 
 
+def test_a_whole_number_beyond_all_floats_leaves_the_page_of_its_rollout(ask, make_run, make_record):
+    turn = {"reward": 10**400, "tokens": {"completion_ids": [1], "completion_logprobs": [-(10**400)]}}
+    run = make_run(make_record(0, scoring_ms=10**400, generation_ms=5, trajectory=[turn]))
+    rollout = ask.run(run, "/rollouts/0")["rollout"]
+    assert (rollout["scoring_ms"], rollout["generation_ms"]) == (None, 5)
+    assert [(turn["reward"], turn["logprobs"]) for turn in rollout["turns"]] == [(None, [None])]
+
+
 def test_a_file_with_a_new_metric_in_every_line_does_not_fill_the_memory(ask, make_run, make_record):
     run = make_run(*(make_record(i, metrics={f"m{i}": 1.0}) for i in range(100)))
     about = ask.run(run)

@@ -9,7 +9,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +39,8 @@ def load_environment(env_id: str, *, environments_dir: str | Path = "environment
         _check_version(env_id, module.__name__, version)
     load = module.load_environment
     _check_args(env_id, load, env_args)
-    env = load(**env_args)
+    with _exit_is_an_error(f"{module.__name__}.load_environment()"):
+        env = load(**env_args)
     if not isinstance(env, Environment):
         raise TypeError(f"{module.__name__}.load_environment() returned {type(env).__name__}, not an Environment")
     env.env_id = env.env_id or name.replace("_", "-")
@@ -100,6 +102,8 @@ def _of_another_release(env_id: str, error: ImportError) -> ImportError | None:
 
 def _import_local(module_name: str, folder: Path) -> ModuleType | None:
     """Import a module, a package, or a package in its project's folder. Local modules override installed ones."""
+    if _is_no_package(module_name):  # in `sys.modules` it would replace the module that everything else imports
+        return None
     home = folder / module_name
     for path in (home / f"{module_name}.py", home / "__init__.py", home / module_name / "__init__.py"):
         if not path.is_file():
@@ -113,12 +117,22 @@ def _import_local(module_name: str, folder: Path) -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
-            spec.loader.exec_module(module)
+            with _exit_is_an_error(f"importing {module_name!r}"):
+                spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[module_name]
             raise
         return module
     return None
+
+
+@contextmanager
+def _exit_is_an_error(what: str) -> Iterator[None]:
+    """In user code: ``exit(0)`` would otherwise end a command as if it had succeeded."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ImportError(f"{what} calls exit({error.code!r})") from error
 
 
 def _import_bundled(module_name: str) -> ModuleType | None:
@@ -140,9 +154,8 @@ def _import_installed(module_name: str) -> ModuleType | None:
     if _is_no_package(module_name):
         return None
     try:
-        return importlib.import_module(module_name)
-    except SystemExit as error:
-        raise ImportError(f"{module_name!r} calls exit({error.code!r}) when it is imported") from error
+        with _exit_is_an_error(f"importing {module_name!r}"):
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing == module_name.partition(".")[0]:

@@ -17,7 +17,7 @@ from typing import Literal
 from verifiers.clients.secrets import hide_in_url
 from verifiers.envs.bundled import bundled_module
 from verifiers.packages import hub as hubs
-from verifiers.packages.listing import find_in, installed_environments
+from verifiers.packages.listing import find_in, find_other, installed_environments
 from verifiers.packages.source import NotAnEnvironmentError, Package, module_name, read_folder, read_wheel
 
 Program = Literal["pip", "uv"]
@@ -71,7 +71,15 @@ class Installer:
         )
         return find_in(folder, requirement)
 
-    def install(self, wanted: Sequence[str], *, index: str | None = None, is_editable: bool = False) -> None:
+    def install(
+        self, package: Package, wanted: Sequence[str], *, index: str | None = None, is_editable: bool = False
+    ) -> None:
+        """Install a package that was inspected; refuse to replace an installed one that is not an environment."""
+        if self.target is None and (replaced := find_other(package.name)) is not None:
+            raise InstallError(
+                f"{package.name} {replaced} is installed here and is not an environment; installing the environment "
+                "would replace it. Give the environment another name"
+            )
         words = [
             "install",
             *(["--target", self.target] if self.target else []),
@@ -145,7 +153,7 @@ def _install(
         return _install_folder(path, installer, is_editable)
     if what.endswith(".whl"):
         package = read_wheel(path)
-        installer.install([str(path)])
+        installer.install(package, [str(path)])
         return Installed(package=package, source=str(path), program=installer.program)
     if what.startswith("git+"):
         return _install_from_git(what, installer, is_editable)
@@ -183,7 +191,7 @@ def is_folder(path: Path) -> bool:
 
 def _install_folder(path: Path, installer: Installer, is_editable: bool) -> Installed:
     package = read_folder(path)
-    installer.install([str(path.resolve())], is_editable=is_editable)
+    installer.install(package, [str(path.resolve())], is_editable=is_editable)
     return Installed(package=package, source=str(path), program=installer.program)
 
 
@@ -196,7 +204,7 @@ def _install_from_git(address: str, installer: Installer, is_editable: bool) -> 
     with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
         package = installer.fetch(address, None, Path(folder))
         wheel = next(Path(folder).glob("*.whl"), None)  # the wheel that was inspected, if pip built it
-        installer.install([address if wheel is None else str(wheel)])
+        installer.install(package, [address if wheel is None else str(wheel)])
     return Installed(package=package, source=hide_in_url(address), program=installer.program)
 
 
@@ -220,9 +228,9 @@ def _install_from_index(name: str, version: str | None, installer: Installer, in
     with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
         package = installer.fetch(requirement, index, Path(folder))
         if installer.program == "pip":  # install the inspected wheel; its dependencies come from the default index
-            installer.install([str(_only_wheel(Path(folder)))])
+            installer.install(package, [str(_only_wheel(Path(folder)))])
         else:
-            installer.install([f"{name}=={package.version}"], index=index)
+            installer.install(package, [f"{name}=={package.version}"], index=index)
     return Installed(package=package, source=index or "the package index", program=installer.program)
 
 
@@ -239,7 +247,7 @@ def _install_from_hub(org: str, name: str, version: str | None, installer: Insta
     with tempfile.TemporaryDirectory(prefix="vf-install-") as folder:
         wheel = hubs.fetch(entry.wheel_url, Path(folder))
         package = read_wheel(wheel)
-        installer.install([str(wheel), *entry.further])
+        installer.install(package, [str(wheel), *entry.further])
     return Installed(package=package, source=f"{org}/{name} on {address}", program=installer.program)
 
 

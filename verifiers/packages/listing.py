@@ -68,6 +68,15 @@ def installed_environments() -> Iterator[Listed]:
                 yield listed
 
 
+def find_other(name: str) -> str | None:
+    """The version of the installed package of this name, if it is not an environment."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return distribution.version if _read_installed(distribution, name) is None else None
+
+
 def find_in(folder: Path, requirement: str) -> Package:
     """The environment among the packages installed into a folder."""
     for distribution in importlib.metadata.distributions(path=[str(folder)]):

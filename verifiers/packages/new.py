@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from verifiers.packages.source import module_name
@@ -15,6 +16,8 @@ def new_package(
     name: str, folder: str | Path = "environments", *, is_multi_file: bool = False, rewrites_readme: bool = False
 ) -> list[Path]:
     """Write a package into ``folder/<module>`` and return its files. If it exists, at most the README is rewritten."""
+    if module_name(name) in sys.stdlib_module_names:
+        raise ValueError(f"{name!r} cannot be the name of an environment: it is a module of Python's standard library")
     if not _NAME.fullmatch(name) or module_name(name) in _TAKEN:
         raise ValueError(
             f"{name!r} cannot be the name of an environment: use lower-case words joined by '-', such as 'my-env'"

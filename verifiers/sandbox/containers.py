@@ -6,7 +6,6 @@ outlives this process.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import subprocess
@@ -22,6 +21,15 @@ from weakref import WeakSet
 from verifiers import calls
 from verifiers.errors import SandboxError
 from verifiers.sandbox.backend import find_engine
+from verifiers.sandbox.replies import (
+    CONTAINER_LISTED,
+    CONTAINER_WRITTEN,
+    BadReplyError,
+    Shape,
+    container_ran,
+    container_read,
+    read_reply,
+)
 from verifiers.sandbox.result import Result
 from verifiers.sandbox.session import SessionLostError, check_code, check_name, encode
 from verifiers.types import unique_id
@@ -32,7 +40,6 @@ FILES_S = 30.0
 GRACE_S = 5.0  # for a cell to react to its own timeout before its container is killed
 ENDING_S = 5.0
 KILL_S = 30.0
-MOST_REPLY = 128 << 20
 OUT_OF_MEMORY = 137  # exit code of a container ended by SIGKILL
 SHOWN_CHARS = 2000
 
@@ -122,6 +129,7 @@ class ContainerSession:
         self._is_closed = self._is_late = self._was_killed = False
         self._is_fresh = True
         self._stderr = ""
+        self._number = 0
 
     async def _run(self, code: str, *, timeout_s: float | None = None) -> Result:
         """Run a cell and return its result."""
@@ -137,22 +145,28 @@ class ContainerSession:
     async def _write(self, name: str, content: bytes | str) -> None:
         """Write a file in the session's folder."""
         check_name(name)
-        await calls.in_thread(partial(self._file, {"do": "write", "files": {name: encode(content)}}))
+        request = {"do": "write", "files": {name: encode(content)}}
+        await calls.in_thread(partial(self._file, request, CONTAINER_WRITTEN))
 
     write = calls.both(_write)
 
     async def _read(self, name: str) -> bytes:
         """The bytes of a file in the session's folder; an OSError is caused by the code."""
         check_name(name)
-        reply: dict[str, Any] = await calls.in_thread(partial(self._file, {"do": "read", "name": name}))
-        return base64.b64decode(reply["content"])
+        shape = container_read(self.sandbox.disk_mb << 20)
+        reply: dict[str, Any] = await calls.in_thread(
+            partial(self._file, {"do": "read", "name": name}, shape, "content")
+        )
+        content: bytes = reply["content"]
+        return content
 
     read = calls.both(_read)
 
     async def _files(self) -> list[str]:
         """The names of all files in the session's folder."""
-        reply: dict[str, Any] = await calls.in_thread(partial(self._file, {"do": "files"}))
-        return [str(name) for name in reply["names"]]
+        reply: dict[str, Any] = await calls.in_thread(partial(self._file, {"do": "files"}, CONTAINER_LISTED, "names"))
+        names: list[str] = reply["names"]
+        return names
 
     files = calls.both(_files)
 
@@ -167,17 +181,18 @@ class ContainerSession:
         with self._turn:
             self._start_if_needed()
             is_fresh, self._is_fresh = self._is_fresh, False
-            reply = self._exchange({"do": "run", "code": code, "timeout_s": seconds}, seconds + GRACE_S)
+            request, shape = {"do": "run", "code": code, "timeout_s": seconds}, container_ran(self.sandbox.output_bytes)
+            reply = self._exchange(request, shape, "status", seconds + GRACE_S)
         if reply is None:
             status, reason = self._why_ended(seconds)
             return Result(status=status, error=reason, is_fresh=is_fresh)
         self._is_fresh = bool(reply.pop("is_lost", False))
         return Result(**{**reply, "is_fresh": is_fresh})
 
-    def _file(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _file(self, request: dict[str, Any], shape: Shape, wanted: str | None = None) -> dict[str, Any]:
         with self._turn:
             self._start_if_needed()
-            reply = self._exchange(request, FILES_S)
+            reply = self._exchange(request, shape, wanted, FILES_S)
         if reply is None:
             raise SessionLostError("the session's files are not accessible: its container ended")
         if (number := reply.get("errno")) is not None:
@@ -204,34 +219,50 @@ class ContainerSession:
         self._is_fresh, self._was_killed = True, False
         files = {name: encode(content) for name, content in sandbox.files.items()}
         settings = {"language": sandbox.language, "output": sandbox.output_bytes, "packages": sandbox.packages}
-        reply = self._exchange({**settings, "files": files}, START_S)
+        reply = self._exchange({**settings, "files": files}, CONTAINER_WRITTEN, None, START_S)
         if reply is None:
             raise SandboxError(f"a container of {sandbox.image} could not be started: {self._stderr or 'it ended'}")
         if reply.get("errno") is not None:
             self._kill()
             raise ValueError(f"the sandbox's files cannot be written into it: {reply.get('said')}")
 
-    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Send a request and read its reply; None if the container ended, or was killed, before that."""
+    def _exchange(
+        self, request: dict[str, Any], shape: Shape, wanted: str | None, seconds: float
+    ) -> dict[str, Any] | None:
+        """Send a request and read its reply; None if the container ended, was killed, or sent an invalid reply.
+
+        A reply has the field ``wanted``, or an ``errno``. An invalid one ends the container: the code has written it,
+        or a later reply would be taken for the answer to another request.
+        """
         process = self._process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         self._is_late = False
+        self._number += 1
         timer = threading.Timer(seconds, self._end_late)
         timer.daemon = True
         timer.start()
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.write(json.dumps({**request, "number": self._number}).encode() + b"\n")
             process.stdin.flush()
-            reply = json.loads(process.stdout.readline(MOST_REPLY))
-        except (OSError, ValueError):  # it ended, or sent something that is not a reply
-            self._let_end()
-            return None
+            line = process.stdout.readline(shape.most_bytes)
+        except (OSError, ValueError):  # it ended
+            line = b""
         finally:
             timer.cancel()
             timer.join()  # if it is just running, wait until it has set `_is_late`
-        return reply if isinstance(reply, dict) else None
+        if not line.endswith(b"\n"):
+            self._let_end()
+            return None
+        try:
+            reply = read_reply(line[:-1], shape)
+        except BadReplyError:
+            reply = {}
+        if reply.pop("number", None) != self._number or not (wanted is None or {wanted, "errno"} & reply.keys()):
+            self._kill()
+            return None
+        return reply
 
     def _end_late(self) -> None:
         """Kill the container; it is not late if it had already ended, while its engine is still removing it."""

@@ -10,7 +10,7 @@ import base64
 import errno
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from verifiers.sandbox.inside.wire import (
@@ -148,14 +148,17 @@ def _errno(value: Any) -> int:
     return value
 
 
-def _content(value: Any) -> bytes:
-    try:
-        content = base64.b64decode(value if isinstance(value, str) else "*", validate=True)
-    except ValueError:
-        raise ValueError("base64") from None
-    if len(content) > PIECE_BYTES:
-        raise ValueError(f"at most {PIECE_BYTES} bytes long")
-    return content
+def _content(most: int) -> Field:
+    def check(value: Any) -> bytes:
+        try:
+            content = base64.b64decode(value if isinstance(value, str) else "*", validate=True)
+        except ValueError:
+            raise ValueError("base64") from None
+        if len(content) > most:
+            raise ValueError(f"at most {most} bytes long")
+        return content
+
+    return check
 
 
 def _names(value: Any) -> list[str]:
@@ -185,7 +188,8 @@ ENDED: dict[str, Field] = {"ended": _note}
 """The zygote's note on a session's end, on the same socket; a session can also send it itself."""
 FILE_WRITTEN = Shape(fields={**_NUMBER, "errno": _errno}, most_bytes=SLACK_BYTES)
 FILE_READ = Shape(
-    fields={**FILE_WRITTEN.fields, "content": _content}, most_bytes=(PIECE_BYTES + 2) // 3 * 4 + SLACK_BYTES
+    fields={**FILE_WRITTEN.fields, "content": _content(PIECE_BYTES)},
+    most_bytes=(PIECE_BYTES + 2) // 3 * 4 + SLACK_BYTES,
 )
 FILES_LISTED = Shape(
     fields={**FILE_WRITTEN.fields, "names": _names},
@@ -220,4 +224,29 @@ def function_returned(output_bytes: int) -> Shape:
         most_texts=2 * output_bytes,
         most_lists=MAX_LISTS,
         most_signs=4 * output_bytes + SLACK_BYTES,
+    )
+
+
+# --- of containers ------------------------------------------------------------------------------------------------
+
+_ANSWER: dict[str, Field] = {**_NUMBER, "errno": _errno, "said": _optional(_text(SLACK_BYTES))}
+CONTAINER_WRITTEN = Shape(fields=_ANSWER, most_bytes=2 * SLACK_BYTES)
+CONTAINER_LISTED = replace(FILES_LISTED, fields={**_ANSWER, "names": _names}, most_bytes=ESCAPED * LIST_BYTES)
+
+
+def container_read(disk_bytes: int) -> Shape:
+    """A whole file of a container."""
+    most_bytes = (disk_bytes + 2) // 3 * 4 + SLACK_BYTES
+    return Shape(fields={**_ANSWER, "content": _content(disk_bytes)}, most_bytes=most_bytes)
+
+
+def container_ran(output_bytes: int) -> Shape:
+    """The reply to a cell in a container, which includes its output."""
+    ran = cell_ran(output_bytes)
+    fields = {name: field for name, field in ran.fields.items() if name != "is_fresh"}
+    text = _text(output_bytes)
+    return Shape(
+        fields={**fields, "stdout": text, "stderr": text, "is_lost": _flag},
+        most_bytes=4 * ran.most_bytes,
+        most_texts=32,
     )

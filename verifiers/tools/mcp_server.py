@@ -256,7 +256,7 @@ class _RemoteTool:
     server: MCPServer
     name: str
 
-    async def __call__(self, **arguments: Any) -> Content:
+    async def __call__(self, /, **arguments: Any) -> Content:
         server: MCPServer = arguments.pop(SERVER, self.server)
         return await server.call(self.name, arguments)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from verifiers.files import cache_folder
 from verifiers.store import CORE_COLUMNS, Record
 from verifiers.viewer.library import Run
+from verifiers.viewer.numbers import as_number, known
 from verifiers.viewer.rows import facts_of
 
 MAX_TEXT = 200_000  # characters of one text
@@ -162,4 +162,4 @@ def _numbers(values: Any, n: int) -> list[float | None]:
 
 
 def _finite(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    return None if type(value) is bool else known(as_number(value))

@@ -179,7 +179,7 @@ class OpenEnv(ToolEnv):
             self._server.stop()
 
 
-async def _act(fixed: Mapping[str, Any], **arguments: Any) -> str:
+async def _act(fixed: Mapping[str, Any], /, **arguments: Any) -> str:
     env, state = arguments.pop(_SESSION)
     action = {**fixed, "arguments": arguments} if "tool_name" in fixed else {**fixed, **arguments}
     shown: str = await env.take(action, state)

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -46,6 +47,26 @@ class CappedOutput(io.FileIO):
             raise
 
 
+class KeptBuffer(io.BufferedWriter):
+    """The buffer of an output stream. Closing it only flushes it, because a cell may wrap it in another stream, which
+    closes it when that stream is collected.
+    """
+
+    def close(self) -> None:
+        self.flush()
+
+
+class KeptStream(io.TextIOWrapper):
+    """Standard output or error of the cells, which all of a session's cells use; no cell can close or detach it."""
+
+    def close(self) -> None:
+        self.flush()
+
+    def detach(self) -> Any:
+        self.flush()
+        return self.buffer
+
+
 class PythonCells:
     """One namespace in which cells run."""
 
@@ -76,6 +97,7 @@ class PythonCells:
             _signal.signal(signal.SIGALRM, self._ring)
             signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
             reply = self._call(request) if request["do"] == "call" else self._run(request["code"])
+            self._flush_replaced()
             for stream in self.streams:
                 stream.flush()
         except BaseException as error:  # foreign code: whatever it raised is its result
@@ -129,17 +151,22 @@ class PythonCells:
         except BaseException:  # foreign code: an exception's own __str__
             return {"status": status, "error": type(error).__name__}
 
+    def _flush_replaced(self) -> None:
+        """Flush what a cell has put in place of standard output and error; as when Python exits, errors are ignored."""
+        for name in ("stdout", "stderr"):
+            with suppress(Exception):  # foreign code, or the cell has closed it
+                getattr(sys, name).flush()
+
     def _flush(self) -> None:
         """Flush the buffers; what does not fit is dropped, so that it does not appear in the next cell's output."""
-        for file, stream in zip(self.files, self.streams, strict=True):
-            try:
-                stream.flush()
-            except OutOfOutputError:
-                file.is_muted = True
-                stream.flush()
-                file.is_muted = False
-            except (OSError, ValueError):  # the cell has closed it
-                continue
+        for is_muted in (False, True):
+            for file in self.files:
+                file.is_muted = is_muted
+            for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None), *self.streams):
+                with suppress(BaseException):  # foreign code, or the cell has closed or removed it
+                    stream.flush()  # type: ignore[union-attr]
+        for file in self.files:
+            file.is_muted = False
 
     def _short(self, text: str) -> str:
         """The text cut to the output limit, as a plain `str` without surrogates."""
@@ -155,7 +182,7 @@ class PythonCells:
 
 def _text(raw: io.FileIO) -> io.TextIOWrapper:
     """A line-buffered stream, so that complete lines are written even if the process ends during the next."""
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    return KeptStream(KeptBuffer(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _describe(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from typing import IO, Any
 WORK, KEPT = os.getcwd(), tempfile.gettempdir()
 STDOUT, STDERR, CELL = (os.path.join(KEPT, name) for name in (".stdout", ".stderr", ".cell"))
 LOOK_S = 0.05
+MAX_FILES = 10_000  # in a list
 ENDING_S = 5.0  # for a shell to exit
 
 
@@ -37,28 +38,28 @@ def main() -> None:
         os.dup2(nothing, fd)
     settings = json.loads(requests.readline())
     runner: Shell | Cells = Shell(settings["output"]) if settings["language"] == "bash" else Cells(settings)
-    answer(replies, write, settings["files"])
+    send(replies, settings, answer(write, settings["files"]))
     for line in requests:
         request = json.loads(line)
         if request["do"] == "run":
-            send(replies, runner.run(request["code"], request["timeout_s"]))
+            send(replies, request, runner.run(request["code"], request["timeout_s"]))
         elif request["do"] == "write":
-            answer(replies, write, request["files"])
+            send(replies, request, answer(write, request["files"]))
         elif request["do"] == "read":
-            answer(replies, read, request["name"])
+            send(replies, request, answer(read, request["name"]))
         else:
-            answer(replies, listed)
+            send(replies, request, answer(listed))
 
 
-def send(replies: IO[bytes], body: Mapping[str, Any]) -> None:
-    replies.write(json.dumps(body).encode() + b"\n")
+def send(replies: IO[bytes], request: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+    replies.write(json.dumps({**body, "number": request["number"]}).encode() + b"\n")
 
 
-def answer(replies: IO[bytes], function: Callable[..., Any], *args: Any) -> None:
+def answer(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     try:
-        send(replies, function(*args) or {})
+        return function(*args) or {}
     except OSError as error:
-        send(replies, {"errno": error.errno, "said": error.strerror})
+        return {"errno": error.errno, "said": error.strerror}
 
 
 def write(files: Mapping[str, str]) -> None:
@@ -76,7 +77,7 @@ def read(name: str) -> dict[str, Any]:
 
 def listed() -> dict[str, Any]:
     found = [os.path.join(folder, name) for folder, _, names in os.walk(WORK) for name in names]
-    return {"names": sorted(os.path.relpath(path, WORK) for path in found)}
+    return {"names": sorted(os.path.relpath(path, WORK) for path in found)[:MAX_FILES]}
 
 
 def outputs(limit: int) -> tuple[str, str, bool]:
@@ -95,6 +96,10 @@ def result(limit: int, status: str, **more: Any) -> dict[str, Any]:
     out, err, is_full = outputs(limit)
     if is_full and status in ("ok", "error"):
         status = "output"
+    for name in ("value", "error"):
+        text = more.get(name)
+        if text is not None and len(text) > limit:
+            more[name] = f"{text[:limit]}... ({len(text)} characters)"
     return {"status": status, "stdout": out, "stderr": err, **more}
 
 
@@ -118,11 +123,14 @@ class Cells:
         for fd, name in ((1, STDOUT), (2, STDERR)):
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, fd)
-            os.close(file)
+            if file != fd:  # equal if an earlier cell has closed it
+                os.close(file)
+        self.streams = [open(fd, "w", errors="backslashreplace", closefd=False) for fd in (1, 2)]  # noqa: SIM115
+        sys.stdout, sys.stderr = self.streams
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             value = self.execute(code)
-            outcome: dict[str, Any] = {"status": "ok", "value": None if value is None else repr(value)}
+            outcome: dict[str, Any] = {"status": "ok", "value": None if value is None else str.__str__(repr(value))}
         except CellTimeout:
             outcome = {"status": "timeout", "error": f"it ran longer than {seconds:g} s"}
         except MemoryError:
@@ -131,8 +139,11 @@ class Cells:
             outcome = {"status": "error", "error": traceback.format_exc()}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.flush()
-        sys.stderr.flush()
+            for name in ("stdout", "stderr"):
+                try:
+                    getattr(sys, name).flush()
+                except BaseException:  # noqa: S112 (foreign code, or the cell has closed it)
+                    continue
         return result(self.limit, **outcome)
 
     def execute(self, code: str) -> Any:
