@@ -37,6 +37,8 @@ class MultiTurnEnv(Environment):
             raise TypeError(f"{type(self).__name__} must define env_response(messages, state)")
         is_completed = self._hook("is_completed")
         self._reads_messages = is_completed is not None and takes_messages(is_completed.function)
+        answers_itself = is_completed is not None and self._hook("env_response") is not None
+        self._replaced = _stops_replaced_in(type(self)) if answers_itself else frozenset()
 
     # --- stop conditions ------------------------------------------------------------------------------------------
 
@@ -61,8 +63,8 @@ class MultiTurnEnv(Environment):
         return state.get("final_env_response") is not None
 
     async def ask_completed(self, state: State) -> bool:
-        """The marked stop conditions first, then a subclass's own ``is_completed``."""
-        if await self.meets_a_stop(state):
+        """The marked stop conditions first, then a subclass's own ``is_completed``, which may replace some of them."""
+        if await self.meets_a_stop(state, replaced=self._replaced):
             return True
         hook = self._hook("is_completed")
         if hook is None or (self._reads_messages and not state["trajectory"]):
@@ -119,7 +121,9 @@ class MultiTurnEnv(Environment):
 
     async def _is_over(self, messages: Messages, state: State) -> bool:
         """Has what the environment did, or said, ended the rollout?"""
-        if state.get("completed") is True or await self.meets_a_stop(state, messages, is_after_answer=True):
+        if state.get("completed") is True:
+            return True
+        if await self.meets_a_stop(state, messages, is_after_answer=True, replaced=self._replaced):
             return True
         own = self._hook("is_completed") if self._reads_messages else None
         return own is not None and await self._ask_own(own, messages, state)
@@ -224,6 +228,19 @@ class MultiTurnEnv(Environment):
 
     def own_metrics(self, state: State) -> dict[str, float]:
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
+
+
+def _stops_replaced_in(cls: type) -> frozenset[str]:
+    """Stop conditions of the classes between ours and the one that has an ``is_completed`` of its own.
+
+    As in 0.1.x, it says itself when they are asked: by ``super().is_completed(…)``. What bounds every episode (errors,
+    turns, length) stays in force.
+    """
+    line = cls.__mro__
+    home = next(position for position, one in enumerate(line) if "is_completed" in vars(one))
+    nearer, between = line[: home + 1], line[home + 1 : line.index(MultiTurnEnv)]
+    names = {name for one in between for name, value in vars(one).items() if getattr(value, "stop", False) is True}
+    return frozenset(name for name in names if not any(name in vars(one) for one in nearer))
 
 
 def _readable(message: ChatMessage) -> ChatMessage:
