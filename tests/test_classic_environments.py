@@ -485,3 +485,38 @@ def test_an_environment_of_a_later_release_is_told_from_one_whose_package_is_mis
 def test_a_name_of_a_later_release_says_that_it_is_one() -> None:
     with pytest.raises(AttributeError, match=r"'Taskset', which is of the classic package's releases 0\.1\.11"):
         vf.Taskset  # noqa: B018
+
+
+def test_an_is_completed_of_ones_own_replaces_the_stop_of_a_tool_env() -> None:
+    """A puzzle is answered in plain text, in a class that also has tools: a reply without a call does not end it."""
+
+    class Puzzle(vf.ToolEnv):
+        async def is_completed(self, state, **kwargs) -> bool:
+            return bool(state.get("solved")) or await self.max_turns_reached(state)
+
+        async def env_response(self, messages, state, **kwargs):
+            state["solved"] = messages[-1]["content"] == state["answer"]
+            return [{"role": "user", "content": "no"}]
+
+    class Asking(Puzzle):
+        async def is_completed(self, state, **kwargs) -> bool:
+            return await super(Puzzle, self).is_completed(state)
+
+    class Older(Puzzle):
+        async def is_completed(self, messages, state, **kwargs) -> bool:
+            return bool(state.get("solved"))
+
+        @vf.stop
+        async def gave_up(self, state) -> bool:
+            return any(step["completion"][-1]["content"] == "never" for step in state["trajectory"])
+
+    def turns(kind: type[vf.ToolEnv], *replies: str, **kwargs: Any) -> tuple[int, str]:
+        state = play(kind(tools=[shift], dataset=ROWS, **kwargs), *replies)
+        return len(state["trajectory"]), state["stop_condition"]
+
+    assert turns(Puzzle, "1", "4", "so") == (3, "is_completed")  # asked before a turn of the model, as in 0.1.9
+    assert turns(Puzzle, "1", max_turns=2) == (2, "max_turns_reached")
+    assert turns(Asking, "1", "2", "4") == (1, "no_tools_called")
+    assert turns(Older, "1", "2", "4") == (3, "is_completed")
+    assert turns(Older, "1", "never") == (2, "gave_up")
+    assert turns(Older, "1", max_turns=2) == (2, "max_turns_reached")

@@ -8,7 +8,7 @@ import logging
 import random
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -346,14 +346,22 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         return calls.time_limits(reward_s=self.reward_timeout_s, hook_s=self.hook_timeout_s)
 
     async def meets_a_stop(
-        self, state: State, messages: Messages | None = None, *, is_after_answer: bool = False
+        self,
+        state: State,
+        messages: Messages | None = None,
+        *,
+        is_after_answer: bool = False,
+        replaced: Collection[str] = (),
     ) -> bool:
         """Whether a stop condition is met. The name of the first one is written into the state.
 
         Conditions of ``(messages, state)`` get the conversation, once there is one. After a response of the
-        environment, the library's conditions on the model's turns are not checked again.
+        environment, the library's conditions on the model's turns are not checked again. Those in
+        ``replaced`` are not checked at all.
         """
         for name, is_met, reads, takes_messages in self._hooks.stops:
+            if name in replaced:
+                continue
             if reads is not None:
                 met = not is_after_answer and reads(self, state)
             elif not takes_messages:

@@ -38,6 +38,8 @@ class MultiTurnEnv(Environment):
             raise TypeError(f"{type(self).__name__} must define env_response(messages, state)")
         is_completed = self._hook("is_completed")
         self._reads_messages = is_completed is not None and takes_messages(is_completed.function)
+        answers_itself = is_completed is not None and self._hook("env_response") is not None
+        self._replaced = _stops_replaced_in(type(self)) if answers_itself else frozenset()
 
     # --- stop conditions ------------------------------------------------------------------------------------------
 
@@ -62,8 +64,8 @@ class MultiTurnEnv(Environment):
         return state.get("final_env_response") is not None
 
     async def ask_completed(self, state: State) -> bool:
-        """Check the stop conditions first, then a subclass's ``is_completed``."""
-        if await self.meets_a_stop(state):
+        """Check the stop conditions first, then a subclass's ``is_completed``, which may replace some of them."""
+        if await self.meets_a_stop(state, replaced=self._replaced):
             return True
         hook = self._hook("is_completed")
         if hook is None or (self._reads_messages and not state["trajectory"]):
@@ -120,7 +122,9 @@ class MultiTurnEnv(Environment):
 
     async def _is_over(self, messages: Messages, state: State) -> bool:
         """Whether the environment's response has ended the rollout."""
-        if state.get("completed") is True or await self.meets_a_stop(state, messages, is_after_answer=True):
+        if state.get("completed") is True:
+            return True
+        if await self.meets_a_stop(state, messages, is_after_answer=True, replaced=self._replaced):
             return True
         own = self._hook("is_completed") if self._reads_messages else None
         return own is not None and await self._ask_own(own, messages, state)
@@ -232,6 +236,19 @@ class MultiTurnEnv(Environment):
 
     def own_metrics(self, state: State) -> dict[str, float]:
         return {**super().own_metrics(state), "num_turns": float(len(state.get("trajectory") or ()))}
+
+
+def _stops_replaced_in(cls: type) -> frozenset[str]:
+    """The stop conditions that a subclass's ``is_completed`` replaces: those of the classes between it and ours.
+
+    As in 0.1.x, the subclass calls ``super().is_completed(…)`` to check them. The limits of every episode (errors, turns,
+    length) stay in force.
+    """
+    line = cls.__mro__
+    home = next(position for position, one in enumerate(line) if "is_completed" in vars(one))
+    nearer, between = line[: home + 1], line[home + 1 : line.index(MultiTurnEnv)]
+    names = {name for one in between for name, value in vars(one).items() if getattr(value, "stop", False) is True}
+    return frozenset(name for name in names if not any(name in vars(one) for one in nearer))
 
 
 def _readable(message: ChatMessage) -> ChatMessage:
