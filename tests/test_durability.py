@@ -402,7 +402,9 @@ def test_it_is_told_what_a_group_that_is_scored_again_looks_for_and_does_not_fin
     client = vf.FakeClient(["x", RuntimeError("down"), "x"])
     settings = {"client": client, "rollouts_per_example": 2, "max_concurrent": 1}
     assert evaluate(env, tmp_path / "run", **settings).rewards == [1.0]
-    with pytest.warns(UserWarning, match=r"read 'seen' in the saved states, which was not saved: .*state_columns=\['seen'\]"):
+    with pytest.warns(
+        UserWarning, match=r"'seen' in the saved states, which was not saved: .*state_columns=\['seen'\]"
+    ):
         evaluate(env, tmp_path / "run", resume=True, **settings)
 
 

@@ -241,8 +241,8 @@ class MultiTurnEnv(Environment):
 def _stops_replaced_in(cls: type) -> frozenset[str]:
     """The stop conditions that a subclass's ``is_completed`` replaces: those of the classes between it and ours.
 
-    As in 0.1.x, the subclass calls ``super().is_completed(…)`` to check them. The limits of every episode (errors, turns,
-    length) stay in force.
+    As in 0.1.x, the subclass calls ``super().is_completed(…)`` to check them. The limits of every episode (errors,
+    turns, length) stay in force.
     """
     line = cls.__mro__
     home = next(position for position, one in enumerate(line) if "is_completed" in vars(one))
