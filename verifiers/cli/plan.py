@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from verifiers.cli.answering import check_extra
+from verifiers.cli.arguments import Integer
 from verifiers.cli.tables import table
 
 if TYPE_CHECKING:
@@ -25,18 +26,18 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 @click.option("--gpus", metavar="NxSIZE", help="Such as 4x24GB or 80GiB (default: those of this machine).")
 @click.option(
     "--length",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     help=f"Tokens of a sequence (default: {LENGTH}, or the context length of MODEL if that is less).",
 )
 @click.option(
     "--rollouts",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     default=32,
     show_default=True,
     help="Rollouts per step; each GPU has whole groups of 8.",
 )
 @click.option("--host", metavar="SIZE", help="Memory of the host, such as 128GB (default: not checked).")
-@click.option("--lora-r", type=click.IntRange(min=1), default=8, show_default=True, help="Rank of the adapters.")
+@click.option("--lora-r", type=Integer(min=1), default=8, show_default=True, help="Rank of the adapters.")
 @click.option("--dtype", type=click.Choice(list(WIDTHS)), default="bfloat16", show_default=True, help="Of the weights.")
 def plan(
     model: str, gpus: str | None, length: int | None, rollouts: int, host: str | None, lora_r: int, dtype: str
@@ -45,7 +46,7 @@ def plan(
 
     \b
     vf plan Qwen/Qwen3-8B --gpus 4x24GB --length 4096
-    vf plan ./folder --gpus 1x80GB                     a folder with a config.json, or the file itself
+    vf plan ./folder --gpus 1x80GB       a folder with a config.json, or that file
 
     Only the configuration is read, not the weights. A peak is the maximum of one GPU over time, not the sum of the
     parts: there are no gradients while the model is sampled from. A tenth of each GPU is kept free.
