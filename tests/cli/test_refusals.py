@@ -129,7 +129,7 @@ TABLE = [
         marks=pytest.mark.skipif(HAS_RAY, reason="Ray is here"),
     ),
     ("half precision on a CPU", ("--fp16",), {}, "fp16=True needs a GPU"),
-    ("other workers", ("--workers", "dask"), {}, "workers='dask' is not known"),
+    ("other workers", ("--workers", "dask"), {}, "workers='dask' must be 'ray'"),
     ("no sampler", ("--sampler", "http://127.0.0.1:9/v1"), {}, "http://127.0.0.1:9 cannot be trained with"),
     ("no list of samplers", ("--sampler", "nowhere.txt"), {}, "the list of samplers cannot be read"),
 ]

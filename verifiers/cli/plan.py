@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import click
 
 from verifiers.cli.answering import check_extra
 from verifiers.cli.arguments import Integer
-from verifiers.cli.tables import table
+from verifiers.cli.tables import fitted, table, terminal_width
 
 if TYPE_CHECKING:
     from verifiers.trainers.memory.plan import ModelSize
@@ -65,28 +67,37 @@ def plan(
         lora_r=lora_r, weight_bytes=WIDTHS[dtype],
     )  # fmt: skip
     named = {"cuda": "GPU", "cpu": "CPU"}.get(kind, kind)
-    click.echo(
+    asked = (
         f"{model}: {size.parameters / 1e9:.2f}B parameters in {dtype}; {cards} × {card_bytes / 1e9:.1f} GB ({named}); "
         f"sequences of {length:,} tokens, {ways[0].rollouts} rollouts a step; GB on each GPU"
     )
-    header = ["trained", "optim", "sharding", *PARTS, "peak", "host", "fits"]
-    click.echo("\n".join(table([_row(way) for way in ways], header=header, right=range(3, len(header) - 1))))
+    click.echo("\n".join([*fitted([asked]), *_table(ways)]))
     chosen = best(ways)
     if chosen is None:
         click.echo("nothing fits: use more or larger GPUs, shorter sequences (--length), or a smaller model")
         raise click.exceptions.Exit(1)
     place = str(Path(model).parent) if Path(model).is_file() and model.endswith(".json") else model
     if chosen.plan.host and host is None:
-        click.echo(
-            f"\nthe best that fits needs {_gb(chosen.plan.host)} GB of host memory per GPU; check it with --host SIZE"
-        )
+        need = f"the best that fits needs {_gb(chosen.plan.host)} GB of host memory per GPU; check it with --host SIZE"
+        click.echo("\n".join(["", *fitted([need])]))
     click.echo(f"\nlaunch: {shlex.join(['vf', 'train', 'ENV', '-m', place, *chosen.flags])}")
 
 
-def _row(way: Way) -> list[str]:
+def _table(ways: Sequence[Way]) -> list[str]:
+    """One line per way; without the parts of its peak in a terminal that is too narrow for them."""
+    lines: list[str] = []
+    for parts in (PARTS, ()):
+        header = ["trained", "optim", "sharding", *parts, "peak", "host", "fits"]
+        lines = table([_row(way, parts) for way in ways], header=header, right=range(3, len(header) - 1))
+        if not sys.stdout.isatty() or len(lines[0]) <= terminal_width():
+            break
+    return fitted(lines, indent=2)
+
+
+def _row(way: Way, parts: Sequence[str]) -> list[str]:
     found = way.plan
     told = f" ({', '.join(found.told)})" if found.fits and found.told else ""
-    sizes = [_gb(found.parts[name]) for name in PARTS]
+    sizes = [_gb(found.parts[name]) for name in parts]
     host = _gb(found.host) if found.host else ""
     asked = found.asked
     return [
