@@ -95,7 +95,7 @@ def env_serve(
     try:
         serve(server, grace_s=grace, on_ready=lambda url: _say(env_id, url), on_stop=_say_stopping)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _say(env_id: str, url: str) -> None:

@@ -80,7 +80,7 @@ def serve(
             on_ready=lambda url: _say(local_model.model, url),
         )
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     finally:
         local_model.close()
 
@@ -93,7 +93,7 @@ def check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[4])
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _say(model: str, url: str) -> None:

@@ -78,7 +78,7 @@ def tinker_serve(
     try:
         tinker.serve(server, on_ready=lambda url: _say(server.service.name, url))
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _say(name: str, url: str) -> None:
