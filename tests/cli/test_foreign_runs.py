@@ -239,4 +239,4 @@ def test_a_run_whose_metadata_another_program_wrote_is_scored_again(
     shutil.copytree(made, path)
     metadata = json.loads((path / "metadata.json").read_text()) | {"config": 5, "state_columns": 5}
     (path / "metadata.json").write_text(json.dumps(metadata))
-    assert "no model was asked" in run("rescore", str(path), "-p", str(repo / "environments")).stdout
+    assert "nothing was sampled again" in run("rescore", str(path), "-p", str(repo / "environments")).stdout
