@@ -65,7 +65,7 @@ def real_model(env: vf.Environment) -> None:
 
 
 def training() -> None:
-    print("\nA tiny transformer, made on the spot, learns to write text backwards:\n")
+    print("\nA tiny transformer with random weights learns to write text backwards:\n")
     importlib.import_module("examples.303_warm_up_and_grpo").main(show_progress=True)
 
 

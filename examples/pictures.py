@@ -152,7 +152,7 @@ def main(numbers: Sequence[str]) -> None:
             (images / f"{path.stem}.svg").write_text(draw(number, found), encoding="utf-8")
             if number == "303":  # its reward alone, for the README's first screen
                 rewards = [{key: line.get(key) for key in REWARD} for line in found.report.steps]
-                curve = plot_svg(rewards, title="reverse-text: a tiny transformer, made on the spot")
+                curve = plot_svg(rewards, title="reverse-text: a tiny transformer, from random weights")
                 (images / "learning-curve.svg").write_text(curve, encoding="utf-8")
 
 

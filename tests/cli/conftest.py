@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +39,28 @@ def run() -> Callable[..., Result]:
             raise result.exception
         assert code in (None, result.exit_code), shown
         return result
+
+    return call
+
+
+@pytest.fixture
+def in_terminal(repo: Path) -> Callable[..., list[str]]:
+    """``in_terminal(80, "runs")``: the lines that a terminal of 80 columns shows, without colours."""
+
+    def call(columns: int, *args: str) -> list[str]:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        command = [sys.executable, "-m", "verifiers", *args]
+        environment = {**os.environ, "PYTHONPATH": str(repo), "COLUMNS": str(columns)}
+        shown = b""
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            with contextlib.suppress(OSError):  # a terminal whose other end is closed cannot be read
+                while part := os.read(ours, 1 << 16):
+                    shown += part
+            assert process.wait() == 0, shown
+        os.close(ours)
+        return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
 
     return call
 

@@ -32,6 +32,28 @@ def test_every_command_has_help(run, name):
     assert run(name, "--help").stdout.startswith(f"Usage: vf {name}")
 
 
+def commands_and_subcommands():
+    for name in COMMANDS:
+        command = vf.get_command(click.Context(vf), name)
+        yield (name,)
+        if isinstance(command, click.Group):
+            yield from ((name, one) for one in command.list_commands(click.Context(command)))
+
+
+@pytest.mark.parametrize("words", list(commands_and_subcommands()), ids=" ".join)
+def test_the_help_of_a_command_fits_80_columns_and_says_number_not_float_range(run, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*words, "--help").stdout
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert "RANGE" not in shown
+    assert "..." not in shown.partition("Commands:")[2]
+
+
+def test_a_word_where_a_number_belongs_is_called_no_number(run):
+    assert "'x' is not a valid number" in run("power", "x", code=2).stderr
+    assert "'x' is not a valid integer" in run("eval", "arithmetic", "-r", "x", code=2).stderr
+
+
 def test_help_takes_less_than_200_ms_of_cpu_and_imports_no_command(repo):
     code = (
         "import sys\nsys.argv = ['vf', '--help']\nfrom verifiers.cli.main import main\n"

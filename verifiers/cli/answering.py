@@ -29,10 +29,7 @@ FIRST_LOOK = (
     "your own server, or a key in OPENAI_API_KEY"
 )
 LOCAL_EXTRA = "a model in this process needs more packages: pip install 'verifiers[local]'"
-OFFER = (
-    "pass -m a model and put its key into {key}, use your own server with -b URL, run a real model in this process "
-    "with -m smollm2, or try it out with -m fake"
-)
+OFFER = "use your own server with -b URL, run a real model in this process with -m smollm2, or try it out with -m fake"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,10 +214,10 @@ def _from_endpoint(name: str, wanted: Wanted, *, known: Sequence[str] = ()) -> F
 
 def _no_key(name: str, wanted: Wanted, url: str, key_var: str, known: Sequence[str]) -> str:
     if wanted.model is None:
-        return f"no model was given and {key_var} is not set: {OFFER.format(key=key_var)}"
+        return f"no model was given and {key_var} is not set: set it to a key (and name a model with -m), {OFFER}"
     close = difflib.get_close_matches(name, known, n=2)
     hint = f"did you mean {' or '.join(f'-m {one}' for one in close)}? Otherwise " if close else ""
-    return f"{name!r} at {_shown(url)} needs a key, but {key_var} is not set: {hint}{OFFER.format(key=key_var)}"
+    return f"{name!r} at {_shown(url)} needs a key, but {key_var} is not set: {hint}set it, {OFFER}"
 
 
 def _shown(url: str) -> str:

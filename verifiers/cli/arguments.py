@@ -16,6 +16,18 @@ from verifiers.store.config import without_secrets
 SHOWN_CHARS = 72
 
 
+class Integer(click.IntRange):
+    """A whole number within bounds; click's own name for it is "integer range"."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """A number within bounds; click's own name for it is "float range"."""
+
+    name = "number"
+
+
 def read_json(ctx: click.Context, param: click.Parameter, text: str | None) -> dict[str, Any] | None:
     """A JSON object; an error shows its place."""
     if text is None:

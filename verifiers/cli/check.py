@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verifiers.cli.arguments import read_json
+from verifiers.cli.arguments import Integer, read_json
 from verifiers.cli.environments import complete_environments, env_dir_option, explained, split_path
 from verifiers.cli.tables import hang, heading, some, status_word
 from verifiers.cli.telling import told
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     "-a", "--env-args", metavar="JSON", callback=read_json, default="{}", help="Arguments of load_environment()."
 )
 @env_dir_option
-@click.option(
-    "-n", "--num-examples", type=click.IntRange(min=1), default=8, show_default=True, help="Rows to try replies on."
-)
+@click.option("-n", "--num-examples", type=Integer(min=1), default=8, show_default=True, help="Rows to try replies on.")
 @click.option("--strict", is_flag=True, help="A warning counts as a failure.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the log and tracebacks.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verifiers.cli.arguments import Integer, Number
 from verifiers.cli.runs import RUN, metadata_of, note_damage
 from verifiers.cli.tables import dim, heading, some, table, terminal_width
 from verifiers.logs import printable
@@ -26,10 +27,10 @@ REFUSED = 1
 @click.argument("a", type=RUN)
 @click.argument("b", type=RUN)
 @click.option("--metric", metavar="NAME", help="The only metric to test, if chosen beforehand (default: all).")
-@click.option("--margin", type=click.FloatRange(min=0), metavar="X", help="Test whether B is worse by less than X.")
+@click.option("--margin", type=Number(min=0), metavar="X", help="Test whether B is worse by less than X.")
 @click.option("--unpaired", is_flag=True, help="Compare as two samples, for runs with different questions.")
-@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Confidence level.")
-@click.option("--show", type=click.IntRange(min=0), default=5, show_default=True, metavar="N", help="Examples to list.")
+@click.option("--level", type=Number(0.5, 0.999), default=0.95, show_default=True, help="Confidence level.")
+@click.option("--show", type=Integer(min=0), default=5, show_default=True, metavar="N", help="Examples to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 @click.pass_context
 def compare(
@@ -46,10 +47,11 @@ def compare(
     """Compare run B with run A, example by example; every difference is B - A.
 
     \b
-    vf compare outputs/evals/gsm8k--small/1a2b3c4d outputs/evals/gsm8k--large/5e6f7a8b
+    vf compare 1a2b3c4d 5e6f7a8b
+    vf compare outputs/evals/gsm8k--small outputs/evals/gsm8k--large
     vf compare 1a2b 5e6f --metric has_box --json
-    vf compare 1a2b 5e6f --margin 0.02              is B worse by less than 0.02?
-    vf compare 1a2b 9c8d --unpaired                 different questions: two samples
+    vf compare 1a2b 5e6f --margin 0.02        is B worse by less than 0.02?
+    vf compare 1a2b 9c8d --unpaired           different questions: two samples
 
     A run is a folder, the start of its id, or last. Exit codes: 0 compared, 1 the runs cannot be compared (no example
     was scored in both, or their questions differ).

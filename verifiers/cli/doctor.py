@@ -26,8 +26,8 @@ PROBE_TIMEOUT_S = 120
 CPU_FEATURES = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 NOT_SHOWN = ("classic", "dev", "docs")  # extras that combine others, or are for developing this library
 PROGRAMS = ("git", "uv")
-COMPILED = "there: models on the CPU are run in C, and small ones trained"
-NOT_COMPILED = "none: with cc, gcc or clang, models on the CPU would run in C, which is faster"
+COMPILED = "there is one: models on the CPU are run in C, and small ones are trained in C"
+NOT_COMPILED = "there is none: with cc, gcc or clang, models on the CPU would run in C, which is faster"
 KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "HF_TOKEN")
 
 

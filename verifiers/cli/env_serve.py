@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from verifiers.cli.arguments import read_json
+from verifiers.cli.arguments import Integer, Number, read_json
 from verifiers.cli.environments import complete_environments, env_dir_option, load
 from verifiers.cli.serve import check_port
 from verifiers.logs import setup_logging
 
-ABOVE_0 = click.IntRange(min=1)
+ABOVE_0 = Integer(min=1)
 
 
 @click.command("env-serve", short_help="Serve an environment to trainers elsewhere.")
@@ -22,7 +22,7 @@ ABOVE_0 = click.IntRange(min=1)
 )
 @env_dir_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port to listen on.")
+@click.option("--port", type=Integer(0, 65535), default=8765, show_default=True, help="Port to listen on.")
 @click.option(
     "--api-key", metavar="KEY", help="The key that callers must send; other users of this machine can see it."
 )
@@ -30,12 +30,10 @@ ABOVE_0 = click.IntRange(min=1)
 @click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that callers may use (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
 @click.option("-c", "--max-concurrent", type=ABOVE_0, default=64, show_default=True, help="Concurrent rollouts.")
-@click.option(
-    "--max-waiting", type=click.IntRange(min=0), default=1024, show_default=True, help="Rollouts that may wait."
-)
+@click.option("--max-waiting", type=Integer(min=0), default=1024, show_default=True, help="Rollouts that may wait.")
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=3600.0,
     show_default=True,
     help="Seconds a rollout may take.",
@@ -43,7 +41,7 @@ ABOVE_0 = click.IntRange(min=1)
 @click.option("--max-body-mb", type=ABOVE_0, default=64, show_default=True, help="Maximum megabytes of a request.")
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=60.0,
     show_default=True,
     help="Seconds for running rollouts to finish when the server is stopped.",
@@ -97,7 +95,7 @@ def env_serve(
     try:
         serve(server, grace_s=grace, on_ready=lambda url: _say(env_id, url), on_stop=_say_stopping)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _say(env_id: str, url: str) -> None:

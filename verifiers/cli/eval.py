@@ -45,7 +45,7 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
     vf eval gsm8k -m gpt-5-mini -n 50 -r 4          an endpoint
     vf eval gsm8k -m Qwen/Qwen3-4B -b http://localhost:8000/v1
     vf eval gsm8k -m gpt-5-mini -m gpt-5-nano       two models, compared
-    vf eval gsm8k -m gpt-5-mini --until ±0.02       until the mean is known to ±0.02
+    vf eval gsm8k -m gpt-5-mini --until ±0.02       until the mean is that certain
     vf eval nightly.toml -m gpt-5-mini              every [[eval]] of a file
 
     Each rollout is saved as soon as it is done; --resume continues a run that stopped.

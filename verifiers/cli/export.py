@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verifiers.cli.arguments import Integer, Number
 from verifiers.cli.runs import RUN, note_damage
 from verifiers.cli.tables import some
 from verifiers.cli.telling import told
@@ -39,19 +40,23 @@ class Export(click.Command):
 @click.option("-f", "--format", "form", type=click.Choice(FORMATS), help="Default: by the suffix of the file.")
 @click.option("-o", "--output", metavar="FILE", help="Default: the id of the run, in this folder; - for stdout.")
 @click.option("--min-reward", type=float, metavar="R", help="sft: rollouts with at least this reward.")
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="sft: the best K of each example.")
-@click.option("--min-margin", type=click.FloatRange(min=0), default=0.0, metavar="R", help="dpo: better by this much.")
-@click.option("--pairs", type=click.IntRange(min=1), default=1, show_default=True, help="dpo: pairs of each example.")
+@click.option("--top-k", type=Integer(min=1), metavar="K", help="sft: the best K of each example.")
+@click.option("--min-margin", type=Number(min=0), default=0.0, metavar="R", help="dpo: better by this much.")
+@click.option("--pairs", type=Integer(min=1), default=1, show_default=True, help="dpo: pairs of each example.")
 @click.option("--include-failed", is_flag=True, help="jsonl, parquet: failed rollouts too, without a reward.")
 def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **given: Any) -> None:
     """Write the rollouts of one or several runs.
 
     \b
-    vf export last -f sft --min-reward 1 --top-k 1      conversations for supervised fine-tuning
+    vf export last -o run.parquet                    a table
+    vf export last -f sft --min-reward 1 --top-k 1   conversations for SFT
     vf export 1a2b 5e6f -f dpo --min-margin 0.5 -o pairs.jsonl
-    vf export last -o run.parquet                       a table
-    vf export model CHECKPOINT -o ./model               a checkpoint, as a folder that transformers can load
-    vf export verl ENV                                  an environment's rows, for verl (see `vf export verl --help`)
+
+    Two commands of their own (see their --help) export something else:
+
+    \b
+    vf export model CHECKPOINT -o ./model     a model folder for transformers
+    vf export verl ENV                        an environment's rows, for verl
     """
     form = form or _by_name(output)
     suffix = ".parquet" if form == "parquet" else ".jsonl"

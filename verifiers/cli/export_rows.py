@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from verifiers.cli.arguments import read_json
+from verifiers.cli.arguments import Integer, read_json
 from verifiers.cli.environments import complete_environments, env_dir_option, load
 from verifiers.cli.telling import told
 
@@ -18,7 +18,7 @@ from verifiers.cli.telling import told
     "-a", "--env-args", metavar="JSON", callback=read_json, default="{}", help="Arguments of load_environment()."
 )
 @env_dir_option
-@click.option("-n", "--num-examples", type=click.IntRange(min=1), help="Rows of each split (default: all).")
+@click.option("-n", "--num-examples", type=Integer(min=1), help="Rows of each split (default: all).")
 @click.option("-o", "--output", metavar="FOLDER", help="Default: data/ENV.")
 def export_verl(
     env_id: str, env_args: dict[str, Any], env_dir_path: str, num_examples: int | None, output: str | None

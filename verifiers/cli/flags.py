@@ -9,12 +9,21 @@ from typing import Any
 import click
 
 from verifiers.cli.answering import Wanted
-from verifiers.cli.arguments import read_count, read_half_width, read_headers, read_json, read_names, read_range
+from verifiers.cli.arguments import (
+    Integer,
+    Number,
+    read_count,
+    read_half_width,
+    read_headers,
+    read_json,
+    read_names,
+    read_range,
+)
 from verifiers.cli.defaults import Defaults
 from verifiers.cli.environments import env_dir_option
 
-ABOVE_0 = click.IntRange(min=1)
-SECONDS = click.FloatRange(min=0, min_open=True)
+ABOVE_0 = Integer(min=1)
+SECONDS = Number(min=0, min_open=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +198,7 @@ OPTIONS: list[Callable[..., Any]] = [
     ),
     click.option("--max-concurrent-generation", type=ABOVE_0, metavar="N", help="Concurrently generated rollouts."),
     click.option("--max-concurrent-scoring", type=ABOVE_0, metavar="N", help="Concurrently scored rollouts."),
-    click.option(
-        "--max-retries", type=click.IntRange(min=0), metavar="N", help="Retries of a failed request (default 8)."
-    ),
+    click.option("--max-retries", type=Integer(min=0), metavar="N", help="Retries of a failed request (default 8)."),
     click.option("--timeout", type=SECONDS, metavar="S", help="Seconds a request may take (default 600)."),
     click.option("--reward-timeout", type=SECONDS, metavar="S", help="Seconds a reward function may take (600)."),
     click.option("--hook-timeout", type=SECONDS, metavar="S", help="Seconds a hook may take (default 3600)."),
@@ -242,7 +249,7 @@ OPTIONS: list[Callable[..., Any]] = [
     click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object."),
     click.option(
         "--max-failure-rate",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         metavar="SHARE",
         default=0.0,
         help="Exit with 1 if a larger share of rollouts failed (default 0).",

@@ -28,8 +28,8 @@ def import_command(
 
     \b
     vf import otel traces.jsonl --env capitals
-    vf rescore last                                     score it with the environment's rubric
-    vf view last                                        read it
+    vf rescore last                   score it with the environment's rubric
+    vf view last                      read it
 
     Model calls are recognised by the GenAI conventions; they must have been recorded with their content.
     """

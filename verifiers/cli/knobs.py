@@ -106,13 +106,14 @@ def knob_options(kind: type[Config], *, without: Sequence[str] = ()) -> Callable
             is_switch = hints[name] in (bool, bool | None)
             also = f" (also {', '.join(dashed[1:])})" if dashed[1:] else ""
             default = getattr(defaults, name)
+            shown = str(default) if not isinstance(default, bool) else "on" if default else "off"
             command = click.option(
                 *spellings,
                 name,
                 cls=KnobOption,
                 type=Value(hints[name]),
                 default=None,
-                help=f"{'default ' + str(default) if default not in (None, {}, ()) else ''}{also}".strip(),
+                help=f"{'default ' + shown if default not in (None, {}, ()) else ''}{also}".strip(),
                 **({"is_flag": False, "flag_value": "true"} if is_switch else {}),
             )(command)
         return command

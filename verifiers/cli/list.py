@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from verifiers.cli.environments import env_dir_option
-from verifiers.cli.tables import dim, hang, heading, some
+from verifiers.cli.tables import dim, fitted, hang, heading, some
 from verifiers.logs import printable
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def list_command(words: tuple[str, ...], env_dir_path: str, as_json: bool) -> No
         return
     for listed in found:
         click.echo("\n".join(describe(listed)))
-    click.echo(dim(f"{some(len(found), 'environment')}; vf eval NAME -m fake tries one out"))
+    click.echo(dim("\n".join(fitted([f"{some(len(found), 'environment')}; vf eval NAME -m fake tries one out"]))))
 
 
 def _matches(listed: Listed, words: tuple[str, ...]) -> bool:

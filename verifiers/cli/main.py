@@ -36,7 +36,7 @@ COMMANDS = {
     "train": ("verifiers.cli.train:train", "Train a model on an environment."),
     "sft": ("verifiers.cli.sft:sft", "Train a model to imitate examples."),
     "plan": ("verifiers.cli.plan:plan", "Show which training of a model fits into which GPUs."),
-    "models": ("verifiers.cli.models:models", "Fetch and list models that run in this process."),
+    "models": ("verifiers.cli.models:models", "Download and list the model that runs in this process."),
     "serve": ("verifiers.cli.serve:serve", "Serve a local model to OpenAI clients."),
     "tinker-serve": (
         "verifiers.cli.tinker_serve:tinker_serve",

@@ -12,9 +12,9 @@ from verifiers.cli.answering import check_local
 BUNDLED = {"smollm2": "SmolLM2-135M-Instruct"}
 
 
-@click.group("models", short_help="Fetch and list models that run in this process.")
+@click.group("models", short_help="Download and list the model that runs in this process.")
 def models() -> None:
-    """Fetch and list models that run in this process; any folder, GGUF file or hub name also works."""
+    """Download and list the small model that runs in this process; -m also takes a folder, a GGUF file, a hub name."""
 
 
 @models.command("pull")
@@ -27,30 +27,28 @@ def models() -> None:
     help="The file, if you have downloaded it yourself.",
 )
 def pull(name: str, source: str | None) -> None:
-    """Download a model once (93 MB); later it is used without a network."""
+    """Download the model (93 MB), once."""
     check_local(name)
     from verifiers.engine.files import smollm2
 
-    if not smollm2.is_pulled():
-        click.echo(f"fetching {name} ({BUNDLED[name]})", err=True)
     try:
         folder = smollm2.pull(source=source)
     except (OSError, ValueError, ImportError) as error:
-        raise click.ClickException(f"{name!r} was not fetched: {error}") from error
+        raise click.ClickException(f"{name!r} was not downloaded: {error}") from error
     click.echo(f"{name} is in {folder}; try: vf eval capitals -m smollm2")
 
 
 @models.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print them as one JSON object.")
 def list_models(as_json: bool) -> None:
-    """List the bundled models, with the folders of those that were downloaded."""
+    """List the model and its folder."""
     from verifiers.engine.files import smollm2
 
     folder = smollm2.default_folder() if smollm2.is_pulled() else None
     if as_json:
         click.echo(json.dumps({"smollm2": {"path": None if folder is None else str(folder)}}))
         return
-    where = "not fetched yet: vf models pull smollm2" if folder is None else f"{folder} ({_size(folder)})"
+    where = "not downloaded yet: vf models pull smollm2" if folder is None else f"{folder} ({_size(folder)})"
     click.echo(f"smollm2  {BUNDLED['smollm2']}  {where}")
     click.echo("-m also takes a folder, a GGUF file, or org/name on the Hugging Face hub")
 

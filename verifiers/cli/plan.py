@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from verifiers.cli.answering import check_extra
-from verifiers.cli.tables import table
+from verifiers.cli.arguments import Integer
+from verifiers.cli.tables import fitted, table, terminal_width
 
 if TYPE_CHECKING:
     from verifiers.trainers.memory.plan import ModelSize
@@ -25,18 +28,18 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 @click.option("--gpus", metavar="NxSIZE", help="Such as 4x24GB or 80GiB (default: those of this machine).")
 @click.option(
     "--length",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     help=f"Tokens of a sequence (default: {LENGTH}, or the context length of MODEL if that is less).",
 )
 @click.option(
     "--rollouts",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     default=32,
     show_default=True,
     help="Rollouts per step; each GPU has whole groups of 8.",
 )
 @click.option("--host", metavar="SIZE", help="Memory of the host, such as 128GB (default: not checked).")
-@click.option("--lora-r", type=click.IntRange(min=1), default=8, show_default=True, help="Rank of the adapters.")
+@click.option("--lora-r", type=Integer(min=1), default=8, show_default=True, help="Rank of the adapters.")
 @click.option("--dtype", type=click.Choice(list(WIDTHS)), default="bfloat16", show_default=True, help="Of the weights.")
 def plan(
     model: str, gpus: str | None, length: int | None, rollouts: int, host: str | None, lora_r: int, dtype: str
@@ -45,7 +48,7 @@ def plan(
 
     \b
     vf plan Qwen/Qwen3-8B --gpus 4x24GB --length 4096
-    vf plan ./folder --gpus 1x80GB                     a folder with a config.json, or the file itself
+    vf plan ./folder --gpus 1x80GB       a folder with a config.json, or that file
 
     Only the configuration is read, not the weights. A peak is the maximum of one GPU over time, not the sum of the
     parts: there are no gradients while the model is sampled from. A tenth of each GPU is kept free.
@@ -64,28 +67,37 @@ def plan(
         lora_r=lora_r, weight_bytes=WIDTHS[dtype],
     )  # fmt: skip
     named = {"cuda": "GPU", "cpu": "CPU"}.get(kind, kind)
-    click.echo(
+    asked = (
         f"{model}: {size.parameters / 1e9:.2f}B parameters in {dtype}; {cards} × {card_bytes / 1e9:.1f} GB ({named}); "
         f"sequences of {length:,} tokens, {ways[0].rollouts} rollouts a step; GB on each GPU"
     )
-    header = ["trained", "optim", "sharding", *PARTS, "peak", "host", "fits"]
-    click.echo("\n".join(table([_row(way) for way in ways], header=header, right=range(3, len(header) - 1))))
+    click.echo("\n".join([*fitted([asked]), *_table(ways)]))
     chosen = best(ways)
     if chosen is None:
         click.echo("nothing fits: use more or larger GPUs, shorter sequences (--length), or a smaller model")
         raise click.exceptions.Exit(1)
     place = str(Path(model).parent) if Path(model).is_file() and model.endswith(".json") else model
     if chosen.plan.host and host is None:
-        click.echo(
-            f"\nthe best that fits needs {_gb(chosen.plan.host)} GB of host memory per GPU; check it with --host SIZE"
-        )
+        need = f"the best that fits needs {_gb(chosen.plan.host)} GB of host memory per GPU; check it with --host SIZE"
+        click.echo("\n".join(["", *fitted([need])]))
     click.echo(f"\nlaunch: {shlex.join(['vf', 'train', 'ENV', '-m', place, *chosen.flags])}")
 
 
-def _row(way: Way) -> list[str]:
+def _table(ways: Sequence[Way]) -> list[str]:
+    """One line per way; without the parts of its peak in a terminal that is too narrow for them."""
+    lines: list[str] = []
+    for parts in (PARTS, ()):
+        header = ["trained", "optim", "sharding", *parts, "peak", "host", "fits"]
+        lines = table([_row(way, parts) for way in ways], header=header, right=range(3, len(header) - 1))
+        if not sys.stdout.isatty() or len(lines[0]) <= terminal_width():
+            break
+    return fitted(lines, indent=2)
+
+
+def _row(way: Way, parts: Sequence[str]) -> list[str]:
     found = way.plan
     told = f" ({', '.join(found.told)})" if found.fits and found.told else ""
-    sizes = [_gb(found.parts[name]) for name in PARTS]
+    sizes = [_gb(found.parts[name]) for name in parts]
     host = _gb(found.host) if found.host else ""
     asked = found.asked
     return [

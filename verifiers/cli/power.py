@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verifiers.cli.arguments import Number
 from verifiers.cli.runs import RUN
 from verifiers.cli.tables import some, table
 
@@ -18,28 +19,22 @@ ROLLOUTS = (1, 2, 4, 8, 16)
 
 
 @click.command("power", short_help="Compute how many examples to run.")
-@click.argument("resolution", type=click.FloatRange(min=0, min_open=True), metavar="±X")
+@click.argument("resolution", type=Number(min=0, min_open=True), metavar="±X")
 @click.option("--run", "run", type=RUN, metavar="RUN", help="Measure how much scores vary on this run.")
 @click.option("--against", type=RUN, metavar="RUN", help="A second run: measure their difference.")
-@click.option(
-    "--mean", "mean", type=click.FloatRange(0, 1), metavar="P", help="For right-or-wrong scores: the share right."
-)
-@click.option(
-    "--sd", type=click.FloatRange(min=0, min_open=True), metavar="S", help="The standard deviation of a score."
-)
+@click.option("--mean", "mean", type=Number(0, 1), metavar="P", help="For right-or-wrong scores: the share right.")
+@click.option("--sd", type=Number(min=0, min_open=True), metavar="S", help="The standard deviation of a score.")
 @click.option("--metric", default="reward", show_default=True, metavar="NAME", help="The metric of the run.")
 @click.option("--correlation", type=float, metavar="R", help="For a difference: the correlation of two runs' scores.")
-@click.option(
-    "--power", "power_share", type=click.FloatRange(0.5, 0.999), metavar="P", help="Chance to detect the difference."
-)
-@click.option("--level", type=click.FloatRange(0.5, 0.999), default=0.95, show_default=True, help="Confidence level.")
+@click.option("--power", "power_share", type=Number(0.5, 0.999), metavar="P", help="Chance to detect the difference.")
+@click.option("--level", type=Number(0.5, 0.999), default=0.95, show_default=True, help="Confidence level.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as one JSON object.")
 def power(resolution: float, as_json: bool, metric: str, **given: Any) -> None:
     """Compute how many examples are needed to know a mean to ±X, or to detect a difference of X between two runs.
 
     \b
-    vf power 0.03 --mean 0.7                            right-or-wrong scores, about 70% right
-    vf power 0.03 --run last                            scores that vary as in this run
+    vf power 0.03 --mean 0.7          right-or-wrong scores, about 70% right
+    vf power 0.03 --run last          scores that vary as in this run
     vf power 0.03 --mean 0.7 --correlation 0.6 --power 0.8
     vf power 0.02 --run 1a2b --against 5e6f --power 0.8
     """

@@ -79,8 +79,9 @@ def _not_found(name: str, found: list[RunDir], saved: list[RunDir], *, is_folder
     if not saved:
         return f"there is no run {name!r}, and none in {' or '.join(ROOTS)}; vf eval ENV saves one"
     names = {run.path.name: str(run.path) for run in saved}
-    close = difflib.get_close_matches(name, [*names, *names.values()], n=2) or list(names.values())[:2]
-    return f"there is no run {name!r}; there is {', '.join(names.get(one, one) for one in close)}"
+    if close := difflib.get_close_matches(name, [*names, *names.values()], n=2):
+        return f"there is no run {name!r}; did you mean {' or '.join(names.get(one, one) for one in close)}?"
+    return f"there is no run {name!r}; the newest is {next(iter(names.values()))}, and vf runs lists all"
 
 
 def metadata_of(run: RunDir) -> dict[str, Any]:

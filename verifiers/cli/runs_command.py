@@ -37,7 +37,7 @@ def runs(ctx: click.Context) -> None:
         ctx.invoke(list_command, words=(), root=(), as_json=False, show_all=False)
 
 
-@runs.command("list")
+@runs.command("list", short_help="List saved runs, newest first.")
 @click.argument("words", metavar="[WORD]...", nargs=-1)
 @click.option("--root", metavar="PATH", multiple=True, help="Where to look (default outputs/evals and outputs/train).")
 @click.option("--all", "show_all", is_flag=True, help=f"List all, not only the newest {SHOWN_RUNS}.")
@@ -81,7 +81,7 @@ def tag_command(run: RunDir, tags: tuple[str, ...], remove: tuple[str, ...]) -> 
     click.echo(f"{run.path.name}: {' '.join(map(printable, has)) or 'no tags'}")
 
 
-@runs.command("note")
+@runs.command("note", short_help="Set or remove the note of a run.")
 @click.argument("run", type=RUN_OF_ANY_KIND)
 @click.argument("text")
 def note_command(run: RunDir, text: str) -> None:

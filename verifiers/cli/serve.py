@@ -8,6 +8,7 @@ import socket
 import click
 
 from verifiers.cli.answering import BUNDLED, LOCAL, check_local, load_local
+from verifiers.cli.arguments import Integer
 from verifiers.logs import setup_logging
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -16,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.command("serve", short_help="Serve a local model to OpenAI clients.")
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--port", type=Integer(0, 65535), default=8000, show_default=True, help="Port to listen on.")
 @click.option(
     "--api-key", metavar="KEY", help="The key that clients must send; other users of this machine can see it."
 )
@@ -24,8 +25,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may use (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
 @click.option("--name", metavar="NAME", help="The model's name for clients (default: the end of MODEL).")
-@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Concurrent requests.")
-@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Maximum tokens of a conversation.")
+@click.option("--rows", type=Integer(min=1), metavar="N", help="Concurrent requests.")
+@click.option("--length", type=Integer(min=1), metavar="N", help="Maximum tokens of a conversation.")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="Of the weights (default: float32 on a CPU, bfloat16 on a GPU)."
 )
@@ -42,7 +43,7 @@ def serve(
     length: int | None,
     dtype: str | None,
 ) -> None:
-    """Serve MODEL (local, a folder, a GGUF file, a hub name) at http://HOST:PORT/v1 until Ctrl-C."""
+    """Serve MODEL (smollm2, a folder, a GGUF file, a hub name) at http://HOST:PORT/v1 until Ctrl-C."""
     if api_key is not None and api_key_var is not None:
         raise click.UsageError("--api-key and --api-key-var are the same setting; pass one of them")
     if api_key_var is not None:
@@ -79,7 +80,7 @@ def serve(
             on_ready=lambda url: _say(local_model.model, url),
         )
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     finally:
         local_model.close()
 
@@ -92,7 +93,7 @@ def check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[4])
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _say(model: str, url: str) -> None:

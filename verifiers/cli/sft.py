@@ -28,12 +28,13 @@ def sft(ctx: click.Context, /, **given: Any) -> None:
     """Train MODEL to imitate examples: rows with prompt and completion or messages, saved rollouts, gold answers.
 
     \b
-    vf sft arithmetic -m smollm2 --max-steps 100         the environment's answers, in its parser's format
-    vf sft -m smollm2 -d outputs/evals/… --min-reward 1  the rollouts of a run that were right
-    vf sft -m ./folder -d chats.jsonl --num-epochs 2     every assistant turn of {"messages": […]}
+    vf sft arithmetic -m smollm2 --max-steps 100          ENV's gold answers
+    vf sft -m smollm2 -d outputs/evals/… --min-reward 1   the right rollouts
+    vf sft -m ./folder -d chats.jsonl --num-epochs 2      rows with messages
 
-    A file (@ config.toml) may contain any of the keys below, at the top or under [sft], and env, model, data, [env]
-    and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    The options from --learning-rate on are fields of vf.SFTConfig; docs/training.md says what each does. A file
+    (@ config.toml) may contain any of them, at the top or under [sft], and env, model, data, [env] and [lora]. Exit
+    codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with told(given["verbose"]):
         job = Job.of(ctx, SFTConfig, given)

@@ -62,9 +62,9 @@ def simulate(as_json: bool, **given: Any) -> None:
     """Predict steps per hour and the utilisation of samplers and trainer, from measurements on one GPU.
 
     \b
-    vf simulate                                     1,000 GPUs and a model of 8 billion parameters
-    vf simulate --max-staleness 0                   the same, sampling and training in turn
-    vf simulate --sampler-gpus 1 --trainer-gpus 1 --colocated --batch 256 --max-staleness 0
+    vf simulate                       1,000 GPUs, a model of 8 billion parameters
+    vf simulate --max-staleness 0     the same, sampling and training in turn
+    vf simulate --sampler-gpus 1 --trainer-gpus 1 --colocated --max-staleness 0
     """
     try:
         setup = Setup(**given)
@@ -79,9 +79,9 @@ def simulate(as_json: bool, **given: Any) -> None:
 
 
 def _rows(setup: Setup, found: Prediction) -> list[tuple[str, str]]:
-    cards = f"{setup.replicas} samplers of {setup.gpus_a_replica}, {setup.trainer_gpus} for learning"
+    cards = f"{setup.replicas} samplers of {setup.gpus_a_replica}, {setup.trainer_gpus} that train"
     if setup.colocated:
-        cards = "the same cards sample and learn, in turn"
+        cards = "the same GPUs sample and train, in turn"
     return [
         ("GPUs", f"{found.gpus:,}: {cards}"),
         ("a step", f"{found.step_s:.1f} s, {found.steps_an_hour:.1f} an hour, {setup.batch:,} rollouts"),

@@ -32,7 +32,7 @@ def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: S
 
 
 def terminal_width() -> int:
-    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+    return max(30, min(shutil.get_terminal_size((110, 24)).columns, 120))
 
 
 def hang(text: str, indent: int) -> str:

@@ -8,20 +8,21 @@ import os
 import click
 
 from verifiers.cli.answering import BUNDLED, LOCAL, check_local
+from verifiers.cli.arguments import Integer
 from verifiers.logs import setup_logging
 
 
 @click.command("tinker-serve", short_help="Serve a local model to Tinker's SDK for training and sampling.")
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="Port to listen on.")
+@click.option("--port", type=Integer(0, 65535), default=8001, show_default=True, help="Port to listen on.")
 @click.option("--dir", "folder", metavar="PATH", help="Where adapters are saved (default outputs/tinker).")
 @click.option("--api-key-var", metavar="NAME", help="Environment variable with the key that clients must send.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="A host name that clients may use (repeat).")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
 @click.option("--name", metavar="NAME", help="The model's name for clients (default: the end of MODEL).")
-@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Concurrent samples.")
-@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Maximum tokens of a sequence.")
+@click.option("--rows", type=Integer(min=1), metavar="N", help="Concurrent samples.")
+@click.option("--length", type=Integer(min=1), metavar="N", help="Maximum tokens of a sequence.")
 def tinker_serve(
     model: str,
     host: str,
@@ -34,7 +35,7 @@ def tinker_serve(
     rows: int | None,
     length: int | None,
 ) -> None:
-    """Serve MODEL (local, a folder, a hub name) to Tinker's SDK until Ctrl-C; only LoRA adapters are trained.
+    """Serve MODEL (smollm2, a folder, a hub name) to Tinker's SDK until Ctrl-C; only LoRA adapters are trained.
 
     \b
     vf tinker-serve smollm2
@@ -77,7 +78,7 @@ def tinker_serve(
     try:
         tinker.serve(server, on_ready=lambda url: _say(server.service.name, url))
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error}") from error
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _say(name: str, url: str) -> None:

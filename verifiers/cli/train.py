@@ -47,15 +47,16 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     \b
     vf train reverse-text -m smollm2 --max-steps 100 --learning-rate 1e-5
     vf train gsm8k -m Qwen/Qwen3-0.6B --lora --batch-size 64 --group-size 16
-    vf train @ config.toml --eval-before-after      everything from a file
-    vf train … --sampler http://gpu2:8000/v1        another process samples, and receives each update's weights
-    vf train … --launch fsdp2 --processes 8         on 8 GPUs, each with a part of the model (or ddp, zero2, zero3)
-    vf train … --dry-run                            show the plan
-    vf train … --resume outputs/train/…             continue a run that was stopped
     vf train gsm8k -m Qwen/Qwen3-8B --backend tinker --lora-r 32 --max-steps 50
+    vf train @ config.toml --eval-before-after   everything from a file
+    vf train … --sampler http://gpu2:8000/v1     another process samples
+    vf train … --launch fsdp2 --processes 8      on 8 GPUs, the model sharded
+    vf train … --dry-run                         show the plan
+    vf train … --resume outputs/train/…          continue a run that was stopped
 
-    The file may contain any of the keys below, at the top or under [train], and env, model, [env] (with id and the
-    arguments of load_environment) and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
+    The options from --learning-rate on are fields of vf.GRPOConfig; docs/training.md says what each does. The file
+    may contain any of them, at the top or under [train], and env, model, [env] (with id and the arguments of
+    load_environment) and [lora]. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     with told(given["verbose"]):
         job = Job.of(ctx, GRPOConfig, given)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verifiers.cli.arguments import command_line, given_values, read_json
+from verifiers.cli.arguments import Integer, command_line, given_values, read_json
 from verifiers.cli.ending import told_by_signals
 from verifiers.cli.environments import env_dir_option, explained, load
 from verifiers.cli.knobs import Settings, read_settings
@@ -46,8 +46,8 @@ def training_options(command: Any) -> Any:
             "--config", metavar="FILE", help="A TOML file, also written @ FILE; the command line overrides it."
         ),
         click.option("--lora", is_flag=True, help="Train adapters instead of all weights."),
-        click.option("--lora-r", type=click.IntRange(min=1), metavar="N", help="Their rank (default 8)."),
-        click.option("--lora-alpha", type=click.IntRange(min=1), metavar="N", help="Their scale (default 16)."),
+        click.option("--lora-r", type=Integer(min=1), metavar="N", help="Their rank (default 8)."),
+        click.option("--lora-alpha", type=Integer(min=1), metavar="N", help="Their scale (default 16)."),
         click.option(
             "--resume",
             metavar="[PATH]",
@@ -63,7 +63,7 @@ def training_options(command: Any) -> Any:
         ),
         click.option(
             "--processes",
-            type=click.IntRange(min=1),
+            type=Integer(min=1),
             metavar="N",
             help="Number of processes (default: one per GPU); --batch-size is that of all together.",
         ),

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from verifiers.cli.arguments import Integer
 from verifiers.cli.runs import ROOTS, complete_runs, find_run
 from verifiers.logs import printable
 from verifiers.notebooks import is_notebook, show_in_cell
@@ -25,7 +26,7 @@ from verifiers.viewer.server import MAX_COMPARED, ViewerServer
 @click.command("view", short_help="Look at runs and trainings in the browser.")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path), shell_complete=complete_runs)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on (default: any free port).")
+@click.option("--port", type=Integer(0, 65535), default=0, help="Port to listen on (default: any free port).")
 @click.option(
     "-o",
     "--root",
@@ -44,7 +45,7 @@ from verifiers.viewer.server import MAX_COMPARED, ViewerServer
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=0),
+    type=Integer(min=0),
     default=None,
     help=f"Maximum rollouts per run for --export (default {DEFAULT_LIMIT}) and --inline (default {INLINE_LIMIT}).",
 )

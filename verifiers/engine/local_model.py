@@ -38,7 +38,7 @@ DEFAULT_MODEL = "smollm2"
 class LocalModel(OpenAILooks):
     """A model in this process as a client: ``env.evaluate(client=vf.LocalModel("smollm2"))``.
 
-    ``model`` is the name of the embedded model, a folder, a GGUF file, a name on the hub, or a live module with its
+    ``model`` is ``"smollm2"``, a folder, a GGUF file, a name on the hub, or a live module with its
     ``tokenizer``. A live module's parameters are read in place: the next token after an optimizer step uses the new
     weights. Nothing is loaded before the first request. ``rows`` requests run at once, each of at most ``length``
     tokens. They share a KV cache of ``cache_tokens``. ``stop`` lists texts or token ids that end every reply.

@@ -103,7 +103,7 @@ def correct(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
 
 
 def load_environment(num_train_examples: int = 500, num_eval_examples: int = 100, seed: int = 0) -> vf.Environment:
-    """Counting letters; the questions are made on the spot, and none is both to train and to evaluate on."""
+    """Counting letters; questions are generated, and none is both for training and for evaluation."""
     parser = vf.XMLParser(["reasoning", "answer"])
     rows = make_rows(num_eval_examples + num_train_examples, seed)
     return vf.SingleTurnEnv(

@@ -1,1 +1,1 @@
-"""Models on disk: safetensors, GGUF, the embedded model."""
+"""Models on disk: safetensors, GGUF, SmolLM2."""

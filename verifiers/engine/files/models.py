@@ -1,4 +1,4 @@
-"""Load models and tokenizers: the embedded default, a folder, a GGUF file, a hub name, or a loaded model."""
+"""Load models and tokenizers: SmolLM2 by default, a folder, a GGUF file, a hub name, or a loaded model."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def get_model_and_tokenizer(name: Any, use_liger: bool | None = None, **kwargs: 
 def find(name: Any) -> Any:
     """An existing folder or file (``Path``), a hub name (``str``), or the loaded model itself.
 
-    Fetches the embedded model if it is missing.
+    Downloads SmolLM2 if it is missing.
     """
     if isinstance(name, torch.nn.Module):
         if not hasattr(name, "config"):
@@ -139,7 +139,7 @@ def find(name: Any) -> Any:
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise TypeError(f"a model must be a name, a path or a loaded transformers model, not {name!r}")
     if name in EMBEDDED:
-        return _embedded()
+        return _default_model()
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -166,13 +166,11 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith((".gguf", "/"))
 
 
-def _embedded() -> Path:
+def _default_model() -> Path:
     if smollm2.is_pulled():
         return smollm2.default_folder()
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        raise smollm2.PullError(
-            f"the embedded model is not in {smollm2.default_folder()}, and HF_HUB_OFFLINE is set; {_PULL}"
-        )
+        raise smollm2.PullError(f"SmolLM2 is not in {smollm2.default_folder()}, and HF_HUB_OFFLINE is set; {_PULL}")
     return smollm2.pull()
 
 

