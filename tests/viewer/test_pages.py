@@ -39,7 +39,7 @@ def test_several_trainings_are_curves_over_one_another_and_nobody_is_called_bett
     shown = page.inner_text("main").lower()
     assert "better" not in shown
     assert "worse" not in shown
-    assert "Only more seeds show" in shown
+    assert "only more seeds show" in shown
 
 
 def test_axis_smoothing_and_zoom_are_in_the_address_and_on_every_chart(page, server, trainings):
