@@ -38,7 +38,7 @@ $(BIN)/python:
 
 $(VENV)/.core: $(LOCK) | $(BIN)/python
 	@echo "installing verifiers into $(VENV)"
-	@$(PIP) hatchling editables
+	@$(PIP) hatchling editables setuptools
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
@@ -59,7 +59,6 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.core
 
 $(VENV)/.dev: $(LOCK) | $(VENV)/.core $(VENV)/.torch
 	@echo "installing the development tools into $(VENV) (a few minutes the first time)"
-	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(VENV)/.core $@
 

@@ -37,6 +37,14 @@ def test_the_two_forms_are_told_apart() -> None:
     assert read_call((row,), {}).row is not row
 
 
+def test_a_call_by_position_is_read_in_the_order_of_0_1_5() -> None:
+    call = read_call(("client", "m", "x", "4", "t", {"hint": 1}, {"seed": 1}), {"example_id": 3, "top_p": 0.5})
+    assert call.row == {"prompt": "x", "answer": "4", "task": "t", "info": {"hint": 1}, "example_id": 3}
+    assert (call.gives_pair, call.sampling_args) == (True, {"seed": 1, "top_p": 0.5})
+    with pytest.raises(TypeError, match="at most client, model, prompt, answer, task, info, sampling_args by position"):
+        read_call(("client", "m", "x", "4", "t", None, None, 0), {})
+
+
 def test_who_answers_is_found_from_client_and_model() -> None:
     client = vf.FakeClient("x")
     found = find_answerer(client, "m")

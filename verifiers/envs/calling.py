@@ -126,17 +126,22 @@ class RolloutCall:
 
 _ROW_KEYS = ("input", "client", "model", "sampling_args")
 _PAIR_ARGS = ("client", "model", "prompt", "answer")
-_PAIR_KEYS = (*_PAIR_ARGS, "sampling_args", "task", "info", "example_id")
+_PAIR_KEYS = (*_PAIR_ARGS, "task", "info", "sampling_args")  # in the order of 0.1.2 to 0.1.5
 
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RolloutCall:
-    """``(input, client, model, sampling_args)`` or ``(client, model, prompt, answer, task=, info=, temperature=…)``."""
+    """``(input, client, model, sampling_args)`` or ``(client, model, prompt, answer, task, info, sampling_args, …)``.
+
+    Sampling arguments may also come right after the answer, or as keywords: ``temperature=0.7``.
+    """
     is_row = (bool(args) and isinstance(args[0], Mapping)) or "input" in kwargs
     names = _ROW_KEYS if is_row else _PAIR_KEYS
-    most = 4 if is_row else 5
-    if len(args) > most:
-        raise TypeError(f"rollout() takes at most {', '.join(names[:most])} as positional arguments")
+    if not is_row and len(args) == 5 and not isinstance(args[4], str):
+        names = (*_PAIR_ARGS, "sampling_args", "task", "info")
+    if len(args) > len(names):
+        raise TypeError(f"rollout() takes at most {', '.join(names)} as positional arguments")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    names = names if is_row else (*names, "example_id")
     loose = {key: given.pop(key) for key in list(given) if key not in names}
     sampling = merge_sampling(given.get("sampling_args"), sampling_from(loose, known=names, where="rollout"))
     row = dict(given["input"]) if is_row else _row_from(given)

@@ -261,11 +261,11 @@ class Rubric:
         return plan.hook(**kwargs)
 
     def _own_scoring(self) -> Callable[..., Any] | None:
-        """A subclass's override of ``score_rollout_sync`` or ``score_rollout``, if any."""
+        """An override of ``score_rollout_sync`` or ``score_rollout``, by a subclass or set on the object, if any."""
         cls = type(self)
         if cls.score_rollout_sync is not Rubric.score_rollout_sync:
             return self.score_rollout_sync
-        if cls.score_rollout is not Rubric.score_rollout:
+        if "score_rollout" in vars(self) or cls.score_rollout is not Rubric.score_rollout:
             return self.score_rollout
         return None
 

@@ -29,14 +29,31 @@ class Score:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         self.error = self.error or other.error
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> FlatScore:
         """``{"reward": …, name: …}``, with a reward of None if scoring failed."""
-        return {**self.metrics, "reward": None if self.error else self.reward}
+        return FlatScore({**self.metrics, "reward": None if self.error else self.reward})
 
     def check(self) -> None:
         """Replace a score that is too large or not finite by an error."""
         if self.error is None:
             self.error = _unusable(self.reward, self.metrics)
+
+
+class FlatScore(dict[str, Any]):
+    """A reward and its metrics in one dict; the attributes are those of 0.1.5's `RolloutScore`.
+
+    >>> score = FlatScore(exact=1.0, reward=0.5)
+    >>> score.reward, score.metrics
+    (0.5, {'exact': 1.0})
+    """
+
+    @property
+    def reward(self) -> Any:
+        return self["reward"]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return {name: value for name, value in self.items() if name != "reward"}
 
 
 def _unusable(reward: Any, metrics: Mapping[str, Any]) -> Error | None:
