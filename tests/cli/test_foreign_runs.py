@@ -192,16 +192,21 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("column", "value"), ODD)
-def test_a_line_that_another_program_wrote_is_met_by_every_command(
-    made: Path, folder: Path, run: Callable[..., Any], repo: Path, column: str, value: Any
-) -> None:
-    path = folder / "odd"
+def with_odd_line(made: Path, path: Path, column: str, value: Any) -> Path:
+    """A copy of a run whose first line has this value and, as another program would write it, no checksum."""
     shutil.copytree(made, path)
     lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
     lines = [{name: one for name, one in line.items() if name != checksum.FIELD} for line in lines]
     lines[0][column] = value
     (path / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(("column", "value"), ODD)
+def test_a_line_that_another_program_wrote_is_met_by_every_command(
+    made: Path, folder: Path, run: Callable[..., Any], repo: Path, column: str, value: Any
+) -> None:
+    path = with_odd_line(made, folder / "odd", column, value)
     environments = str(repo / "environments")
     for words in (
         ("compare", str(path), str(made)),
@@ -219,14 +224,9 @@ def test_a_line_that_another_program_wrote_is_met_by_every_command(
 def test_one_line_of_another_program_keeps_no_other_from_being_scored_or_played_again(
     made: Path, folder: Path, run: Callable[..., Any], repo: Path, column: str, value: Any
 ) -> None:
-    path = folder / "odd"
-    shutil.copytree(made, path)
-    lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
-    lines = [{name: one for name, one in line.items() if name != checksum.FIELD} for line in lines]
-    lines[0][column] = value
-    (path / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    path = with_odd_line(made, folder / "odd", column, value)
     again = json.loads(run("rescore", str(path), "-p", str(repo / "environments"), "--json", code=None).stdout)
-    assert again["rollouts"] == len(lines)
+    assert again["rollouts"] == len((path / "results.jsonl").read_text().splitlines())
     assert again["failed"] <= 1
     if column == "completion":
         assert run("replay", str(path), "-p", str(repo / "environments"), code=1).stdout

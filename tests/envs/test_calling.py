@@ -41,7 +41,9 @@ def test_a_call_by_position_is_read_in_the_order_of_0_1_5() -> None:
     call = read_call(("client", "m", "x", "4", "t", {"hint": 1}, {"seed": 1}), {"example_id": 3, "top_p": 0.5})
     assert call.row == {"prompt": "x", "answer": "4", "task": "t", "info": {"hint": 1}, "example_id": 3}
     assert (call.gives_pair, call.sampling_args) == (True, {"seed": 1, "top_p": 0.5})
-    with pytest.raises(TypeError, match="at most client, model, prompt, answer, task, info, sampling_args as positional"):
+    with pytest.raises(
+        TypeError, match="at most client, model, prompt, answer, task, info, sampling_args as positional"
+    ):
         read_call(("client", "m", "x", "4", "t", None, None, 0), {})
 
 
