@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import length_hint
 from types import FrameType
@@ -208,12 +208,9 @@ class Run:
 
     async def _fail_the_rest(self, cause: Error) -> None:
         """Score incomplete groups as they are, so that their rollouts are not lost; all other jobs fail."""
-        try:
-            with deadlines.within(ENDING_S):
-                for group in [group for group in self._groups.values() if group.members]:
-                    await self._score_group(group)
-        except TimeoutError:
-            pass
+        with suppress(TimeoutError), deadlines.within(ENDING_S):
+            for group in [group for group in self._groups.values() if group.members]:
+                await self._score_group(group)
         if self.fail is not None:
             settled = {job.position for job, _ in self.done}
             for job in self.jobs:
