@@ -171,7 +171,7 @@ def test_both_forms_work_from_a_running_loop_awaited_or_not() -> None:
         ((), {"client": None, "model": "m"}, "needs a row .* or a prompt"),
         ((), {"prompt": "x", "temprature": 1}, r"'temprature'; did you mean 'temperature'"),
         ((), {"prompt": "x", "colour": 1}, "extra_body"),
-        ((1, 2, 3, 4, 5, 6), {}, "at most client, model, prompt, answer"),
+        ((1, 2, 3, 4, 5, 6, 7, 8), {}, "at most client, model, prompt, answer"),
         (({"prompt": "x"}, 2, 3, 4, 5), {}, "at most input, client, model, sampling_args"),
     ],
 )

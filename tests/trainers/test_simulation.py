@@ -116,7 +116,7 @@ def test_vf_simulate_prints_a_table_and_refuses_nonsense_in_one_sentence() -> No
     small = ["--sampler-gpus", "4", "--trainer-gpus", "2", "--batch", "64", "--steps", "2"]
     done = CliRunner().invoke(program, ["simulate", *small])
     assert done.exit_code == 0, done.output
-    assert "6: 4 samplers of 1, 2 for learning" in done.output
+    assert "6: 4 samplers of 1, 2 that train" in done.output
     found = json.loads(CliRunner().invoke(program, ["simulate", *small, "--json"]).output)
     assert found["prediction"]["gpus"] == 6
     for wrong, said in (
