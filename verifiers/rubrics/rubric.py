@@ -35,7 +35,7 @@ OnFunction = Callable[[str, float], None]  # called with a reward function's nam
 _on_function: contextvars.ContextVar[OnFunction | None] = contextvars.ContextVar("on_function", default=None)
 # Rubrics whose overridden ``score_rollout`` is running: a ``super()`` call in it scores by functions and weights.
 _scoring_own_way: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("scoring_own_way", default=())
-# Of these the ones whose group rewards are added afterwards, when the whole group has been scored so far.
+# Those of them whose group rewards the run adds later, once the group is complete.
 _group_follows: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("group_follows", default=())
 
 
@@ -163,7 +163,7 @@ class Rubric:
         return self.reward_shares()
 
     def _get_reward_weights(self) -> list[float]:
-        """One for each function; a subclass that sets both lists itself may have set more weights than functions."""
+        """One weight per function. A subclass that sets both lists itself may have set more weights than functions."""
         n_funcs, n_weights = len(self.funcs), len(self.weights)
         if n_weights < n_funcs:
             raise ValueError(f"{n_funcs} reward functions but {n_weights} weights; give one for each")
@@ -413,7 +413,7 @@ def timing(tell: OnFunction | None) -> Iterator[None]:
 
 @contextmanager
 def _entered(rubrics: contextvars.ContextVar[tuple[Any, ...]], rubric: Rubric) -> Iterator[None]:
-    """While this lasts, the rubric is one of these."""
+    """Within the block, the context variable includes this rubric."""
     token = rubrics.set((*rubrics.get(), rubric))
     try:
         yield
@@ -448,7 +448,7 @@ def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
 
 
 def _written_score(state: State) -> Score:
-    """The score that a ``score_group`` of one's own wrote into a state; what is no score fails its own rollout."""
+    """The score that an overridden ``score_group`` wrote into a state; an unusable one fails only that rollout."""
     try:
         return score_of(None, state, "score_group")
     except GraderError as error:

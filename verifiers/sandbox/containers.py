@@ -231,8 +231,8 @@ class ContainerSession:
     ) -> dict[str, Any] | None:
         """Send a request and read its reply; None if the container ended, was killed, or sent an invalid reply.
 
-        A reply has the field ``wanted``, or an ``errno``. An invalid one ends the container: the code has written it,
-        or a later reply would be taken for the answer to another request.
+        A reply has the field ``wanted``, or an ``errno``. An invalid one ends the container, because the code in
+        it wrote the reply, or because later replies would be matched to the wrong requests.
         """
         process = self._process
         assert process is not None
