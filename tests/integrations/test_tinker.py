@@ -22,7 +22,7 @@ import verifiers as vf
 from tests.support.venvs import python_with, run_contract
 from verifiers.cli.main import vf as command
 from verifiers.errors import RequestRefusedError
-from verifiers.integrations.tinker import TinkerServer, wire
+from verifiers.integrations.tinker import TinkerServer, TinkerTrainer, wire
 from verifiers.integrations.tinker.client import TinkerClient
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.losses import LOSSES
@@ -557,7 +557,8 @@ def test_what_tinker_samples_is_a_rollout_and_an_answer_that_makes_no_sense_fail
     ):
         answered: Future[Any] = Future()
         answered.set_result(SimpleNamespace(sequences=sequences))
-        client = TinkerClient(SimpleNamespace(sample=lambda answered=answered, **_: answered), tokenizer, name="tiny")
+        given = SimpleNamespace(future=lambda answered=answered: answered)
+        client = TinkerClient(SimpleNamespace(sample=lambda given=given, **_: given), tokenizer, name="tiny")
         results = env.evaluate(client=client, model="tiny", use_tqdm=False)
         client.close()
         assert results["reward"] == rewards
@@ -600,9 +601,89 @@ def test_tinker_serve_says_in_one_sentence_what_is_wrong(tmp_path: Path, served:
     assert "--backend tinker" in local.output
 
 
+def test_a_new_training_may_begin_with_saved_weights(served: tuple[TinkerServer, Any]) -> None:
+    client, ids = Wire(served[0].url), served[1].encode("0123abc")
+    first = client.model(rank=2, train_mlp=False)
+    learn = {"forward_backward_input": {"data": [json_datum(ids)], "loss_fn": "cross_entropy"}}
+
+    def step(model: str) -> Any:
+        told = client.done("forward_backward", {"model_id": model, **learn})["loss_fn_outputs"][0]["logprobs"]["data"]
+        client.done("optim_step", {"model_id": model, "adam_params": {"learning_rate": 0.01}})
+        return told
+
+    step(first)
+    path = client.done("save_weights", {"model_id": first, "path": "begun"})["path"]
+    load = {"session_id": client.session, "model_seq_id": 7, "path": path, "optimizer": True, "type": "load_weights"}
+    made = client.done("load_weights", load)
+    assert made["path"] == path
+    assert client.done("load_weights", load) == made  # a repeated request gives the same training
+    assert client.post("get_info", {"model_id": made["model_id"]})["lora_rank"] == 2
+    assert [step(made["model_id"]) for _ in range(2)] == [step(first) for _ in range(2)]
+    for wrong, reason in (({"path": "tinker://no/weights/x"}, "no"), ({"base_model": "other"}, "no model 'other'")):
+        status, said = client.ask("load_weights", {**load, "model_seq_id": 8, **wrong})
+        assert status in (400, 404), said
+        assert reason in said["error"]
+
+
+def test_samplers_in_flight_use_the_newest_weights_of_their_training(served: tuple[TinkerServer, Any]) -> None:
+    client, ids = Wire(served[0].url), served[1].encode("0123abc")
+    model = client.model()
+
+    def sampler(number: int, kind: str) -> str:
+        body = {"model_id": model, "sampling_session_seq_id": number, "kind": kind}
+        return str(client.done("save_weights_for_sampler", body)["sampling_session_id"])
+
+    def logprobs(name: str) -> Any:
+        return client.sample(name, ids, more={"prompt_logprobs": True})["prompt_logprobs"]
+
+    early, fixed = sampler(1, "inflight"), sampler(2, "snapshot")
+    before = logprobs(early)
+    assert logprobs(fixed) == before
+    learn = {"forward_backward_input": {"data": [json_datum(ids)], "loss_fn": "cross_entropy"}}
+    client.done("forward_backward", {"model_id": model, **learn})
+    client.done("optim_step", {"model_id": model, "adam_params": {"learning_rate": 0.01}})
+    assert logprobs(early) == before  # nothing new was saved
+    late = sampler(3, "inflight")
+    assert logprobs(early) == logprobs(late) != before
+    assert logprobs(fixed) == before
+    body = {"model_id": model, "sampling_session_seq_id": 4, "kind": "alive"}
+    status, said = client.ask("save_weights_for_sampler", body)
+    assert status == 400
+    assert "snapshot or inflight" in said["error"]
+
+
 # --- the real packages ----------------------------------------------------------------------------------------------
 
-SDK = ("tinker==0.36.0", "torch==2.13.0", "peft==0.21.2", "llguidance>=1.7", "math-verify>=0.8")
+
+# The SDK keeps its connections open as long as the process lives.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_training_with_the_model_at_tinker_learns_saves_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tinker")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    model, tokenizer = vf.tiny_model("0123456789abcd", hidden_size=32)
+    model.save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    rubric = vf.Rubric([lambda completion: sum(map(str.isdigit, completion[-1]["content"])) / 4])
+    env = vf.SingleTurnEnv(dataset=[{"question": name, "answer": ""} for name in "abcd"], rubric=rubric)
+    config: dict[str, Any] = {
+        "batch_size": 8, "group_size": 4, "max_new_tokens": 4, "learning_rate": 1e-2, "save_steps": 1,
+        "steps_per_generation": 2, "show_progress": False, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    with TinkerServer(str(tmp_path / "tiny"), name="org/tiny", folder=tmp_path / "saved") as server:
+        for steps, resume in ((2, False), (3, True)):
+            trainer = TinkerTrainer("org/tiny", env, {**config, "max_steps": steps}, base_url=server.url, rank=4)
+            report = trainer.train(resume=resume)
+        assert [step["step"] for step in report.steps] == [1, 2, 3]
+        assert all(step["grad_norm"] > 0 and step["failed"] == 0 for step in report.steps)
+        assert abs(report.steps[0]["ratio_mean"] - 1.0) < 1e-4
+        trainer.save_model(tmp_path / "model")
+    assert '"sampler_path"' in (tmp_path / "model" / "tinker.json").read_text()
+
+
+SDK = ("tinker==0.38.0", "torch==2.13.0", "peft==0.21.2", "llguidance>=1.7", "math-verify>=0.8")
 
 
 @pytest.mark.slow

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from verifiers.rubrics.signature import name_of
+from verifiers.types import Row
+
+Function = Callable[..., Any]
+RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]  # (all rows, epochs so far) → the rows to sample from
+WeightSchedule = Callable[[float], Sequence[float]]  # epochs so far → the weights of the reward functions
 
 
 class CallByName:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from verifiers.trainers.config import GRPOConfig
 from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import remote_weights
 from verifiers.trainers.distributed.sharding import Whole
-from verifiers.trainers.functions import call_fitting, is_overridden, own_function
+from verifiers.trainers.functions import Function, RowSampler, WeightSchedule, call_fitting, is_overridden, own_function
 from verifiers.trainers.generations import Generations, restored_parts, saved_parts
 from verifiers.trainers.learning.micro_batches import TrainSample
 from verifiers.trainers.learning.sequences import trained_sequences
@@ -40,10 +40,6 @@ from verifiers.trainers.update import PolicyUpdate
 from verifiers.trainers.watch.report import Report
 from verifiers.trainers.weights import learning_rate
 from verifiers.types import Row
-
-RowSampler = Callable[[Sequence[Row], float], Sequence[Row]]
-WeightSchedule = Callable[[float], Sequence[float]]
-Function = Callable[..., Any]
 
 
 class GRPOTrainer(Trainer):
@@ -102,14 +98,18 @@ class GRPOTrainer(Trainer):
         if client is None:
             client = sampler.make_sampler(self.model, self.tokenizer, self.config, env, self.memory)
         self.client = client
+        self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
+        self._prepare_loop(dataset, eval_dataset)
+
+    def _prepare_loop(self, dataset: Any, eval_dataset: Any) -> None:
+        """Set what the loop keeps between steps: the rows and their order, and the state of a generation."""
         if self.offline is not None:
             rows, self.dropped_prompts = self.offline.groups, 0
         else:
-            rows, self.dropped_prompts = setup.training_rows(env, dataset, self.tokenizer, self.config)
+            rows, self.dropped_prompts = setup.training_rows(self.env, dataset, self.tokenizer, self.config)
         self._make_stream(rows)
-        self.eval_rows = setup.eval_rows(env, eval_dataset)
-        self.evaluates_training_rows = dataset is None and eval_dataset is None and env.eval_dataset is None
-        self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
+        self.eval_rows = setup.eval_rows(self.env, eval_dataset)
+        self.evaluates_training_rows = dataset is None and eval_dataset is None and self.env.eval_dataset is None
         self._parts: deque[Batch] = deque()  # the batches of the last generation that are not trained on yet
         self._started: Counter[int] = Counter()  # rounds of rollouts of this generation, by the number of rows taken
         # Tokenizes saved rollouts whose token ids were not saved. Rollouts of this policy are never retokenized.

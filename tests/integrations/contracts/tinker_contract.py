@@ -76,11 +76,11 @@ def gap(data: list[types.Datum], found: Any) -> float:
 
 def learn(world: World, service: Any, loss: str = "importance_sampling") -> None:
     """The reward rises, and at each step the trainer's logprobs are those of sampling."""
-    training = service.create_lora_training_client(base_model="org/tiny", rank=16, seed=0)
+    training = service.create_lora_training_client(base_model="org/tiny", rank=16, seed=0).result()
     assert len(training.get_tokenizer()) == len(world.tokenizer)
     means = []
     for _ in range(12):
-        data, rewards = world.data(world.sampled(training.save_weights_and_get_sampling_client()))
+        data, rewards = world.data(world.sampled(training.save_weights_and_get_sampling_client().result()))
         learning = training.forward_backward(data, loss)
         stepping = training.optim_step(types.AdamParams(learning_rate=1e-2))
         assert gap(data, learning.result()) < 1e-5
@@ -91,7 +91,7 @@ def learn(world: World, service: Any, loss: str = "importance_sampling") -> None
 
 def every_loss(world: World, service: Any) -> None:
     """Each loss of the SDK has the value of its formula, and moves the weights."""
-    base = service.create_sampling_client(base_model="org/tiny")
+    base = service.create_sampling_client(base_model="org/tiny").result()
     data, _ = world.data(world.sampled(base))
     shifted = []  # as if another policy had sampled, so that ratios are not 1
     for i, one in enumerate(data):
@@ -121,7 +121,7 @@ def every_loss(world: World, service: Any) -> None:
         return total
 
     for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"):
-        training = service.create_lora_training_client(base_model="org/tiny", rank=4, seed=1)
+        training = service.create_lora_training_client(base_model="org/tiny", rank=4, seed=1).result()
         found = training.forward_backward(shifted, name).result()
         wanted = by_formula(name, found)
         assert abs(found.metrics["loss:sum"] - wanted) < 1e-3 * max(1.0, abs(wanted)), (name, found.metrics, wanted)
@@ -155,7 +155,7 @@ def cross_entropy_and_custom(world: World, service: Any) -> None:
         lambda one: one.forward_backward_custom([datum], in_client),
         lambda one: one.forward_backward_custom([datum], handle),
     ):
-        training = service.create_lora_training_client(base_model="org/tiny", rank=4, seed=2)
+        training = service.create_lora_training_client(base_model="org/tiny", rank=4, seed=2).result()
         sums.append(run(training).result().metrics["loss:sum"])
         norms.append(training.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"])
     assert handle.loss_id is not None
@@ -185,15 +185,15 @@ def several_loras(world: World, service: Any) -> None:
         model_input=types.ModelInput.from_ints(ids[:-1]),
         loss_fn_inputs={"target_tokens": torch.tensor(ids[1:]), "weights": torch.ones(len(ids) - 1)},
     )
-    base = service.create_sampling_client(base_model="org/tiny")
-    trainings = [service.create_lora_training_client("org/tiny", rank=rank, seed=rank) for rank in (4, 8, 16)]
-    trainings.append(service.create_lora_training_client("org/tiny", rank=4, seed=9, train_unembed=False))
+    base = service.create_sampling_client(base_model="org/tiny").result()
+    trainings = [service.create_lora_training_client("org/tiny", rank=rank, seed=rank).result() for rank in (4, 8, 16)]
+    trainings.append(service.create_lora_training_client("org/tiny", rank=4, seed=9, train_unembed=False).result())
     samplers = []
     for i, training in enumerate(trainings):
         for _ in range(i + 1):
             training.forward_backward([datum], "cross_entropy")
             training.optim_step(types.AdamParams(learning_rate=3e-3))
-        samplers.append(training.save_weights_and_get_sampling_client())
+        samplers.append(training.save_weights_and_get_sampling_client().result())
     wanted = [
         one.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch() for one in trainings
     ]
@@ -221,8 +221,8 @@ def several_loras(world: World, service: Any) -> None:
 
 def stable(world: World, service: Any) -> None:
     """stable_reinforce finds the logprobs of what was sampled by the ids of its sequences."""
-    training = service.create_lora_training_client("org/tiny", rank=4, seed=1)
-    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True)
+    training = service.create_lora_training_client("org/tiny", rank=4, seed=1).result()
+    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
     prompt = world.prompts[0]
     one = sampler.sample(types.ModelInput.from_ints(prompt), 1, ONE).result().sequences[0]
     full, before = [*prompt, *one.tokens], len(prompt) - 1
@@ -258,10 +258,10 @@ def _refused(call: Callable[[], Any], *words: str) -> None:
 
 def refuse(world: World, service: Any) -> None:
     """What is wrong is said in a sentence, and what comes after it is served."""
-    _refused(lambda: service.create_lora_training_client("org/other", rank=4), "org/other", "org/tiny")
-    _refused(lambda: service.create_lora_training_client("org/tiny", rank=100000), "rank")
-    _refused(lambda: service.create_sampling_client(model_path="tinker://no/weights/x"), "no saved weights")
-    training = service.create_lora_training_client("org/tiny", rank=4, seed=0)
+    _refused(lambda: service.create_lora_training_client("org/other", rank=4).result(), "org/other", "org/tiny")
+    _refused(lambda: service.create_lora_training_client("org/tiny", rank=100000).result(), "rank")
+    _refused(lambda: service.create_sampling_client(model_path="tinker://no/weights/x").result(), "no saved weights")
+    training = service.create_lora_training_client("org/tiny", rank=4, seed=0).result()
     ids = world.prompts[0]
 
     def datum(**inputs: Any) -> types.Datum:
@@ -272,13 +272,14 @@ def refuse(world: World, service: Any) -> None:
     _refused(lambda: learn_from([datum(target_tokens=targets)], "ppo").result(), "logprobs", "ppo")
     _refused(lambda: learn_from([datum(target_tokens=targets)], "reinforce").result(), "reinforce", "cispo")
     _refused(lambda: learn_from([datum(target_tokens=targets[1:])], "cross_entropy").result(), "target_tokens")
-    _refused(lambda: learn_from([datum(target_tokens=targets + 100000)], "cross_entropy").result(), "no tokens")
+    strange = datum(target_tokens=targets + 100000)
+    _refused(lambda: learn_from([strange], "cross_entropy").result(), "not tokens of this model")
     nans = torch.full((len(targets),), float("nan"))
     _refused(lambda: learn_from([datum(target_tokens=targets, weights=nans)], "cross_entropy").result(), "finite")
     _refused(lambda: learn_from([datum(target_tokens=targets)], "cross_entropy", {"beta": 1.0}).result(), "beta")
     _refused(lambda: training.optim_step(types.AdamParams(learning_rate=-1.0)).result(), "learning_rate")
     _refused(lambda: training.save_state("a/b").result(), "name")
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result()
     _refused(lambda: sampler.sample(types.ModelInput.from_ints([1] * 300), 1, ONE).result(), "300 tokens")
     hot = types.SamplingParams(max_tokens=4, temperature=-1.0)
     _refused(lambda: sampler.sample(types.ModelInput.from_ints(ids), 1, hot).result(), "temperature")
@@ -288,7 +289,7 @@ def refuse(world: World, service: Any) -> None:
 
 def save(world: World, service: Any) -> tuple[str, str, Any, Any]:
     """A training that is saved, and what its next step would give."""
-    training = service.create_lora_training_client("org/tiny", rank=8, seed=3, user_metadata={"by": "test"})
+    training = service.create_lora_training_client("org/tiny", rank=8, seed=3, user_metadata={"by": "test"}).result()
     ids = world.tokenizer.encode("27182818")
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": torch.tensor(ids[1:])}
@@ -300,7 +301,7 @@ def save(world: World, service: Any) -> tuple[str, str, Any, Any]:
         training.save_state("three").result().path,
         training.save_weights_for_sampler("three").result().path,
     )
-    _refused(lambda: training.save_state("three").result(), "there already")
+    _refused(lambda: training.save_state("three").result(), "already exists")
     assert training.save_state("three", overwrite=True).result().path == state
     training.forward_backward([datum], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
@@ -310,14 +311,14 @@ def save(world: World, service: Any) -> tuple[str, str, Any, Any]:
 
 def restart(world: World, service: Any, state: str, sampler: str, datum: Any, wanted: Any) -> None:
     """After a restart the saved weights are there, and a training goes on exactly where it was."""
-    training = service.create_training_client_from_state_with_optimizer(state)
+    training = service.create_training_client_from_state_with_optimizer(state).result()
     training.forward_backward([datum], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
     got = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
     assert torch.allclose(got, wanted, atol=1e-6), float((got - wanted).abs().max())
-    fresh = service.create_training_client_from_state(state)
+    fresh = service.create_training_client_from_state(state).result()
     start = fresh.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
-    sampled = service.create_sampling_client(model_path=sampler)
+    sampled = service.create_sampling_client(model_path=sampler).result()
     ids = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_torch()[-1])]
     assert torch.allclose(
         torch.tensor(sampled.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:]), start, atol=1e-5
@@ -338,7 +339,7 @@ def restart(world: World, service: Any, state: str, sampler: str, datum: Any, wa
     theirs = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     assert torch.allclose(theirs, start, atol=1e-5)
     rest.delete_checkpoint_from_tinker_path(sampler).result()
-    _refused(lambda: service.create_sampling_client(model_path=sampler), "no saved weights")
+    _refused(lambda: service.create_sampling_client(model_path=sampler).result(), "no saved weights")
 
 
 def backend(folder: Path, url: str) -> None:

@@ -71,7 +71,7 @@ class RemoteEngine:
                 if not answer.done():
                     answer.set_result(generated)
 
-        drawing.add_done_callback(deliver)
+        drawing.future().add_done_callback(deliver)
         return answers
 
     @property

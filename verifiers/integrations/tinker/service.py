@@ -27,6 +27,7 @@ from verifiers.integrations.tinker.turns import Turns
 
 SILENT_S = 3600.0  # a session ends after this time without a heartbeat; clients send one every 10 seconds
 MOST_COUNTED = 1 << 63  # bound on the sequence numbers of clients
+SAMPLER_KINDS = ("snapshot", "inflight")
 MOST_UNSAVED = 64  # samplers per session with unsaved weights, which are in memory; the oldest are dropped
 
 
@@ -52,6 +53,7 @@ class Sampler:
 
     snapshot: Snapshot | None
     path: str | None = None
+    follows: str | None = None  # the training whose newest weights for "inflight" samplers it uses
 
 
 class Service:
@@ -124,26 +126,30 @@ class Service:
     def create_model(self, body: Mapping[str, Any]) -> Pending:
         session = self.session(body.get("session_id"))
         self.check_base(body.get("base_model"))
-        model_id = f"{session.id}:train:{number_of(body, 'model_seq_id')}"
-        if known := self.futures.known(("create", model_id)):
-            return known
-        given = body.get("optimizer_config") or {}
-        kind = given.get("type", "adamw") if isinstance(given, Mapping) else given
-        if kind != "adamw":
-            raise RequestRefusedError(f"the only optimizer of this server is adamw, not {kind!r:.80}")
-        lora = body.get("lora_config")
+        model_id, lora = f"{session.id}:train:{number_of(body, 'model_seq_id')}", body.get("lora_config")
+        check_optimizer(body.get("optimizer_config") or {})
         shape, seed = LoraShape.read(lora), lora.get("seed") if isinstance(lora, Mapping) else None
         if seed is not None and type(seed) is not int:
             raise RequestRefusedError(f"seed must be an integer, not {seed!r:.80}")
+        make = partial(Learner, self.adapters, self.scoring, shape, seed)
+        return self._create("create_model", body, session, model_id, shape, make)
+
+    def _create(
+        self, kind: str, body: Mapping[str, Any], session: Session, model_id: str, shape: LoraShape,
+        make: Callable[[], Learner], **told: Any,
+    ) -> Pending:  # fmt: skip
+        """Add a training. A repeated request gives the same one."""
+        if known := self.futures.known(("create", model_id)):
+            return known
         self.store.add_run(model_id, base_model=self.name, shape=shape, metadata=body.get("user_metadata"))
         session.models.add(model_id)
         self.models[model_id] = session
 
-        def make() -> dict[str, Any]:
-            self._learners[model_id] = Learner(self.adapters, self.scoring, shape, seed)
-            return {"type": "create_model", "model_id": model_id}
+        def run() -> dict[str, Any]:
+            self._learners[model_id] = make()
+            return {"type": kind, "model_id": model_id, **told}
 
-        return self._submit("create_model", make, session, ("create", model_id), model_id=model_id)
+        return self._submit(kind, run, session, ("create", model_id), model_id=model_id)
 
     def check_base(self, name: Any) -> None:
         if name != self.name:
@@ -230,8 +236,15 @@ class Service:
             return self._in_order("save_weights_for_sampler", body, session, keep)
         sampler_id = f"{session.id}:sample:{number_of(body, 'sampling_session_seq_id')}"
 
+        kind, model_id = body.get("kind", "snapshot"), str(body["model_id"])
+        if kind not in SAMPLER_KINDS:
+            raise RequestRefusedError(f"kind must be {' or '.join(SAMPLER_KINDS)}, not {kind!r:.80}")
+
         def snapshot(one: Learner) -> dict[str, Any]:
-            self._add_sampler(session, sampler_id, Sampler(one.snapshot()))
+            sampler = Sampler(one.snapshot(), follows=model_id if kind == "inflight" else None)
+            self._add_sampler(session, sampler_id, sampler)
+            if sampler.follows is not None:
+                self.samplers |= {name: sampler for name, known in self.samplers.items() if known.follows == model_id}
             session.unsaved.append(sampler_id)
             while len(session.unsaved) > MOST_UNSAVED:
                 self.samplers.pop(session.unsaved.pop(0), None)
@@ -251,6 +264,9 @@ class Service:
         )
 
     def load(self, body: Mapping[str, Any]) -> Pending:
+        """Load saved weights into a training, or, if the request names a session instead, into a new training."""
+        if body.get("model_id") is None and body.get("session_id") is not None:
+            return self._create_from(body)
         session, place = self.session_of(body.get("model_id")), Place.read(body.get("path"))
 
         def run(one: Learner) -> dict[str, Any]:
@@ -260,6 +276,25 @@ class Service:
             return {"type": "load_weights", "path": str(place), "model_id": body.get("model_id")}
 
         return self._in_order("load_weights", body, session, run)
+
+    def _create_from(self, body: Mapping[str, Any]) -> Pending:
+        session = self.session(body["session_id"])
+        model_id, place = f"{session.id}:train:{number_of(body, 'model_seq_id')}", self.place(body.get("path"))
+        check_optimizer(body.get("optimizer_config") or {})
+        if body.get("base_model") is not None:
+            self.check_base(body["base_model"])
+        shape = LoraShape.read(self.store.run(place.run)["lora"])
+
+        def make() -> Learner:
+            learner = Learner(self.adapters, self.scoring, shape, None)
+            try:
+                learner.restore(self.store.load(place), self.store.load_state(place) if body.get("optimizer") else None)
+            except BaseException:
+                learner.close()
+                raise
+            return learner
+
+        return self._create("load_weights", body, session, model_id, shape, make, path=str(place))
 
     def place(self, path: Any) -> Place:
         """An existing checkpoint of this model."""
@@ -362,6 +397,13 @@ class Service:
         if found is None:
             raise NotHereError(f"the training {model_id!r} could not be created, or was unloaded")
         return found
+
+
+def check_optimizer(given: Any) -> None:
+    """Raise unless this is the configuration of the one optimizer that there is."""
+    kind = given.get("type", "adamw") if isinstance(given, Mapping) else given
+    if kind not in ("adam", "adamw"):
+        raise RequestRefusedError(f"the only optimizer of this server is adamw, not {kind!r:.80}")
 
 
 def number_of(body: Mapping[str, Any], name: str) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,45 +15,24 @@ import torch
 from verifiers.integrations.tinker.client import DEFAULT_LENGTH, TinkerClient
 from verifiers.integrations.tinker.update import TinkerUpdate, check_config
 from verifiers.trainers import sampling, setup
-from verifiers.trainers.advantages import Estimator
 from verifiers.trainers.config import GRPOConfig
-from verifiers.trainers.distributed import processes
 from verifiers.trainers.distributed.remote_weights import RemoteWeights
-from verifiers.trainers.functions import own_function
-from verifiers.trainers.grpo_trainer import Function, GRPOTrainer, RowSampler, WeightSchedule
-from verifiers.trainers.row_stream import RowStream
-from verifiers.trainers.watch.tracking import check_report_to
+from verifiers.trainers.functions import Function, RowSampler, WeightSchedule, own_function
+from verifiers.trainers.grpo_trainer import GRPOTrainer
+from verifiers.trainers.weights import Weights
 
 PATHS = "tinker.json"
 
 
 class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Represents a model whose weights are at Tinker; saving and loading store their paths."""
+    """Represents a model whose weights and optimizer are at Tinker; saving and loading store their paths."""
 
-    is_sharded = False
-
-    def __init__(self, service: Any, training: Any, name: str) -> None:
+    def __init__(self, service: Any, training: Any, name: str, length: int) -> None:
         super().__init__()
         self.service, self.training_client, self.name_or_path = service, training, name
-        self.nothing = torch.nn.Parameter(torch.zeros(0))  # trainers read a model's device from its parameters
-        self.names: list[str] = []
-        self.masters: list[Any] = []
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.scale = 1.0
+        self.config = SimpleNamespace(max_position_embeddings=length)
+        self.nothing = torch.nn.Parameter(torch.zeros(1))  # in place of the weights: `Weights` keeps parameters
         self.paths: dict[str, str] = {}
-
-    @property
-    def optimizer(self) -> RemotePolicy:
-        return self
-
-    def check_finite(self, when: str) -> None:
-        """Do nothing: the weights are at Tinker."""
-
-    def publish(self) -> None:
-        """Do nothing: there is no local copy of the weights."""
-
-    def finish(self) -> None:
-        """Do nothing: there is nothing to free."""
 
     def save_pretrained(self, path: str | Path) -> None:
         """Save the weights at Tinker, for sampling and for resuming; their paths are written to a file."""
@@ -70,7 +49,7 @@ class RemotePolicy(torch.nn.Module):  # type: ignore[misc]  # torch is not typed
     def load_state_dict(self, saved: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Resume from a checkpoint."""
         path = saved["state_path"]
-        self.training_client = self.service.create_training_client_from_state_with_optimizer(path)
+        self.training_client = self.service.create_training_client_from_state_with_optimizer(path).result()
 
 
 class FreshWeights:
@@ -86,7 +65,7 @@ class FreshWeights:
             self.send(version)
 
     def send(self, version: int) -> None:
-        self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client()
+        self._client.remote.sampling = self._policy.training_client.save_weights_and_get_sampling_client().result()
 
     def close(self) -> None:
         """Do nothing: nothing is kept open."""
@@ -118,32 +97,26 @@ class TinkerTrainer(GRPOTrainer):
         self.config = GRPOConfig.of(config)
         self._own_loss = own_function(self.config, "loss", "loss_type", loss)
         self._own_advantage = own_function(self.config, "advantage", "advantage", advantage)
-        self.accelerator = processes.accelerator()
-        self.config.check(self.accelerator.num_processes)
+        self._check_config()
         check_config(self.config, self.accelerator.num_processes)
-        Estimator(self._own_advantage or self.config.estimator)
-        check_report_to(self.config.report_to)
         setup.check_env(env)
-        self.env, self.offline, self._writer = env, None, None
+        self.env, self.offline = env, None
         check_sampling(sampling.default_args(self.config, env))
-        service = _service(base_url)
+        tinker, where = _sdk(), {} if base_url is None else {"base_url": base_url}
         self.backend = f"Tinker at {base_url or 'its service'}"
-        length = _context_of(service, model)
-        training = service.create_lora_training_client(base_model=model, rank=rank, seed=self.config.seed)
+        length = _context_of(tinker.RestClient(**where), model)
+        service = tinker.ServiceClient(**where)
+        training = service.create_lora_training_client(base_model=model, rank=rank, seed=self.config.seed).result()
         self.tokenizer = training.get_tokenizer() if tokenizer is None else tokenizer
         setup.check_template(self.tokenizer, env)
-        self.model = self.weights = policy = RemotePolicy(service, training, model)
-        policy.config = self.config  # checkpoints record the optimizer
-        self.optimizer = policy
-        sampler = training.save_weights_and_get_sampling_client()
+        self.model = policy = RemotePolicy(service, training, model, length)
+        self.weights = Weights(policy, self.config)
+        self.weights.optimizer = self.optimizer = policy
+        sampler = training.save_weights_and_get_sampling_client().result()
         self.client = TinkerClient(sampler, self.tokenizer, name=model, length=length)
         self._remote = RemoteWeights(FreshWeights(self.client), policy, self.tokenizer)
-        rows, self.dropped_prompts = setup.training_rows(env, None, self.tokenizer, self.config)
-        self.rows = RowStream(rows, seed=self.config.seed, shard=(0, 1))
-        self.eval_rows = setup.eval_rows(env, eval_dataset)
-        self.callbacks = list(callbacks)
-        self.row_sampler, self.weight_schedule = row_sampler, weight_schedule
-        self._parts = deque()
+        self.callbacks, self.row_sampler, self.weight_schedule = list(callbacks), row_sampler, weight_schedule
+        self._prepare_loop(None, eval_dataset)
         self._update = TinkerUpdate(  # type: ignore[assignment]
             policy, self.config, max_new_tokens=sampling.max_new_tokens(self.config, env), loss=self._own_loss
         )
@@ -165,16 +138,16 @@ def check_sampling(args: Mapping[str, Any]) -> None:
         )
 
 
-def _service(base_url: str | None) -> Any:
+def _sdk() -> Any:
     try:
         import tinker
     except ImportError:
         raise ImportError("--backend tinker needs the Tinker SDK: pip install 'verifiers[tinker]'") from None
-    return tinker.ServiceClient(**({} if base_url is None else {"base_url": base_url}))
+    return tinker
 
 
-def _context_of(service: Any, model: str) -> int:
-    served = {one.model_name: one for one in service.get_server_capabilities().supported_models}
+def _context_of(rest: Any, model: str) -> int:
+    served = {one.model_name: one for one in rest.get_server_capabilities().result().supported_models}
     if model not in served:
         names = ", ".join(sorted(str(name) for name in served)[:20])
         raise ValueError(f"Tinker has no model {model!r}; it has {names}")
