@@ -280,16 +280,16 @@ def readable(message: dict[str, Any]) -> AnyMessage:
     if isinstance(message, AnyMessage):
         return message
     role = message.get("role")
-    made: AnyMessage = _filled(_KINDS.get(role, AnyMessage) if type(role) is str else AnyMessage, message)
+    made: AnyMessage = dict.__new__(_KINDS.get(role, AnyMessage) if type(role) is str else AnyMessage)
+    dict.update(made, message)
     _make_readable(made)
     return made
 
 
 def _make_readable(message: AnyMessage) -> None:
-    calls, content = message.get("tool_calls"), message.get("content")
-    if type(calls) is list:
+    if "tool_calls" in message and type(calls := message["tool_calls"]) is list:
         message["tool_calls"] = [as_tool_call(call) for call in calls]
-    if type(content) is list:
+    if type(content := message.get("content")) is list:
         message["content"] = _view(content)
 
 
@@ -381,6 +381,14 @@ class ResponseMessage(AssistantMessage):
 
 def _response_message(message: dict[str, Any], ended: dict[str, Any]) -> ResponseMessage:
     return ResponseMessage(**message, **ended)
+
+
+_MESSAGES = frozenset((AnyMessage, ResponseMessage, *_KINDS.values()))
+
+
+def are_readable(messages: Any) -> bool:
+    """Whether this is a list of messages that are all readable by attribute."""
+    return type(messages) is list and _MESSAGES.issuperset(map(type, messages))
 
 
 class Response(View):

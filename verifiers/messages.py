@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-from verifiers.message_types import View, plain, readable
+from verifiers.message_types import are_readable, plain, readable
 from verifiers.types import ChatMessage, Messages
 
 
@@ -36,7 +36,10 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
     """
     if messages_list and all(isinstance(messages, str) for messages in messages_list):
         return "".join(map(str, messages_list))
-    return [message for messages in messages_list for message in as_messages(messages)]
+    joined: list[ChatMessage] = []
+    for messages in messages_list:
+        joined += messages if are_readable(messages) else as_messages(messages)
+    return joined
 
 
 def content_text(content: Any) -> str:
@@ -118,9 +121,9 @@ def readable_messages(messages: Any) -> Any:
     >>> readable_messages([{"role": "user", "content": "hi"}])[0].content
     'hi'
     """
-    if not isinstance(messages, list) or all(isinstance(message, View) for message in messages):
+    if type(messages) is not list or are_readable(messages):
         return messages
-    return [readable(message) if isinstance(message, dict) else message for message in messages]
+    return [readable(one) if isinstance(one, dict) else one for one in messages]
 
 
 def make_readable(state: Any) -> None:
@@ -140,7 +143,15 @@ def request_messages(messages: Messages) -> Messages:
     """
     if isinstance(messages, str):
         return messages
-    return [plain(message) if isinstance(message, View) else message for message in strip_nones_from_content(messages)]
+    return [_plain_message(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _plain_message(message: ChatMessage) -> ChatMessage:
+    for value in message.values():
+        if type(value) is not str:  # most messages are texts only
+            made: ChatMessage = plain(message)
+            return {**made, "content": _without_nones(made)} if type(made.get("content")) is list else made
+    return dict(message)
 
 
 def strip_nones_from_content(messages: list[Any]) -> list[Any]:

@@ -266,6 +266,7 @@ class TurnCount(int):
 
 _FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
 _SAME = {"tool_defs": "oai_tools"}  # from 0.1.11 on, the tools have this name
+_WRITTEN_ELSEWHERE = _FORWARDED | _SAME.keys()
 _COMPUTED = frozenset(("turn", "responses", *_SAME))
 
 
@@ -312,10 +313,13 @@ class State(dict[str, Any]):
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
-            row[key] = value
-        else:
-            dict.__setitem__(self, _SAME.get(key, key), value)
+        if key in _WRITTEN_ELSEWHERE:
+            if key in _SAME:
+                key = _SAME[key]
+            elif (row := dict.get(self, "input")) is not None and key in row:
+                row[key] = value
+                return
+        dict.__setitem__(self, key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
