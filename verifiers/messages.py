@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 from verifiers.message_types import are_readable, plain, readable
 from verifiers.types import ChatMessage, Messages
@@ -38,7 +38,7 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
         return "".join(map(str, messages_list))
     joined: list[ChatMessage] = []
     for messages in messages_list:
-        joined += messages if are_readable(messages) else as_messages(messages)
+        joined += cast(list[ChatMessage], messages) if are_readable(messages) else as_messages(messages)
     return joined
 
 
@@ -143,7 +143,8 @@ def request_messages(messages: Messages) -> Messages:
     """
     if isinstance(messages, str):
         return messages
-    return [_plain_message(message) if isinstance(message, dict) else message for message in messages]
+    shown: list[Any] = messages  # token ids may be the prompt of a completion
+    return [_plain_message(one) if isinstance(one, dict) else one for one in shown]
 
 
 def _plain_message(message: ChatMessage) -> ChatMessage:

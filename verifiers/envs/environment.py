@@ -172,15 +172,6 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
 
     # --- one rollout ----------------------------------------------------------------------------------------------
 
-    @property
-    def tool_defs(self) -> list[dict[str, Any]] | None:
-        """The tools offered to the model; from 0.1.11 on, ``oai_tools`` has this name."""
-        return self.oai_tools
-
-    @tool_defs.setter
-    def tool_defs(self, tools: Sequence[Any] | None) -> None:
-        self.oai_tools: list[dict[str, Any]] | None = None if tools is None else [as_tool(tool) for tool in tools]
-
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
         """The initial state of a rollout of this row. The row itself is not changed."""
         return fresh_state(
