@@ -32,7 +32,7 @@ from verifiers.envs.calling import (
     read_call,
 )
 from verifiers.envs.env_scoring import EnvScoring
-from verifiers.envs.hooks import ClassicHooks, Hooks
+from verifiers.envs.hooks import ClassicHooks, Hooks, as_verdict
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, single_rollout
 from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
@@ -373,10 +373,10 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             if reads is not None:
                 met = not is_after_answer and reads(self, state)
             elif not takes_messages:
-                met = await is_met(state)
+                met = as_verdict(await is_met(state), name)
             else:
                 shown = self.conversation(state) if messages is None and state.get("trajectory") else messages
-                met = bool(shown) and await is_met(shown, state)
+                met = bool(shown) and as_verdict(await is_met(shown, state), name)
             if met:
                 state["is_completed"] = True
                 state["stop_condition"] = state.get("stop_condition") or name

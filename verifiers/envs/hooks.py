@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from verifiers import calls
+from verifiers.errors import HookError
 from verifiers.message_types import as_tool
 from verifiers.rollout import marked
 
@@ -35,6 +36,23 @@ class Stop(NamedTuple):
     is_met: Callable[..., Awaitable[Any]]
     reads: Callable[[Any, Any], bool] | None
     takes_messages: bool
+
+
+def as_verdict(value: Any, name: str) -> bool:
+    """Whether a condition is met, from what its function returned. What is always true cannot be meant.
+
+    >>> as_verdict(1, "solved"), as_verdict(None, "solved")
+    (True, False)
+    >>> as_verdict((False, "no answer yet"), "solved")
+    Traceback (most recent call last):
+    verifiers.errors.HookError: solved returned (False, 'no answer yet'), a tuple; it must return True or False
+    """
+    if inspect.iscoroutine(value):
+        value.close()
+        raise HookError(f"{name} returned a coroutine; it must await it, and return True or False")
+    if isinstance(value, (tuple, str, bytes)) or inspect.isawaitable(value):
+        raise HookError(f"{name} returned {value!r:.100}, a {type(value).__name__}; it must return True or False")
+    return bool(value)
 
 
 class Hooks(dict[str, calls.Hook | None]):

@@ -13,7 +13,7 @@ from verifiers.clients.openai_objects import Step, with_ending
 from verifiers.clients.protocol import Completion
 from verifiers.envs.calling import ask_arguments
 from verifiers.envs.environment import Environment
-from verifiers.envs.hooks import only_reads, takes_messages
+from verifiers.envs.hooks import as_verdict, only_reads, takes_messages
 from verifiers.errors import HookError
 from verifiers.escapes import raise_if_escaped
 from verifiers.message_types import readable
@@ -74,7 +74,8 @@ class MultiTurnEnv(Environment):
         return await self._ask_own(hook, self.conversation(state), state)
 
     async def _ask_own(self, hook: calls.Hook, messages: Messages, state: State) -> bool:
-        if not await hook(*((messages, state) if self._reads_messages else (state,))):
+        answer = await hook(*((messages, state) if self._reads_messages else (state,)))
+        if not as_verdict(answer, "is_completed"):
             return False
         state["stop_condition"] = state.get("stop_condition") or "is_completed"
         return True
