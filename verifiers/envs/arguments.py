@@ -20,6 +20,8 @@ def check_scorers(parser: Any, rubric: Any) -> None:
     if rubric is None or isinstance(rubric, Rubric):
         for one in (rubric, *getattr(rubric, "rubrics", ())):
             _warn_if_unused(one)
+        if rubric is not None:
+            rubric.check_arguments()
         return
     if isinstance(rubric, type) or not hasattr(rubric, "score_rollout"):
         raise TypeError(f"rubric={rubric!r:.100} is not a rubric; vf.Rubric(funcs=[…]) creates one from functions")
