@@ -360,3 +360,19 @@ def test_messages_are_normalized_as_in_0_1_12() -> None:
     assert normalize_messages("hi") == [vf.TextMessage(content="hi")]
     with pytest.raises(TypeError, match="prompt has 3"):
         normalize_messages([3], field_name="prompt")  # type: ignore[list-item]
+
+
+# --- environments and their results -------------------------------------------------------------------------------
+
+
+def test_the_rollouts_of_a_run_are_its_outputs_too() -> None:
+    env = vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[lambda completion, answer: 1.0]))
+    results = env.evaluate(vf.FakeClient("4"), **quiet(rollouts_per_example=2))
+    assert [output["reward"] for output in results["outputs"]] == [1.0, 1.0]
+    assert results["outputs"][0]["completion"][0].content == "4"
+    assert results["outputs"][0]["example_id"] == 0
+
+
+def test_a_time_limit_for_rollouts_is_not_ignored_silently() -> None:
+    with pytest.warns(UserWarning, match="timeout_seconds does not limit a rollout here"):
+        Guessing(dataset=ROWS, timeout_seconds=60.0)

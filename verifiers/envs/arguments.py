@@ -46,6 +46,13 @@ def misspelled(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def warn_of_time_limit(extra: Mapping[str, Any]) -> None:
+    """Warn of the time limit of a rollout, a keyword from 0.1.12 on, which would only become an attribute here."""
+    if extra.get("timeout_seconds") is not None:
+        message = "timeout_seconds does not limit a rollout here: timeout= limits a request, hook_timeout_s= a hook"
+        warnings.warn(message, stacklevel=4)
+
+
 def _parameters(cls: type) -> list[str]:
     try:
         found = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009

@@ -20,7 +20,7 @@ from verifiers.clients.openai_objects import with_ending
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
-from verifiers.envs.arguments import check_scorers, misspelled
+from verifiers.envs.arguments import check_scorers, misspelled, warn_of_time_limit
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -126,6 +126,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
+        warn_of_time_limit(kwargs)
         for name, meant in misspelled(type(self), kwargs).items():
             self.logger.warning("the unknown keyword %r becomes an attribute; did you mean %r?", name, meant)
         for name, value in kwargs.items():
