@@ -112,7 +112,7 @@ PATHS = {
     "messages_to_printable normalize_messages sanitize_tool_calls strip_nones_from_content",
     "utils.path_utils": "get_results_path get_eval_results_path",
     "utils.save_utils": "load_outputs make_serializable save_outputs state_to_output states_to_outputs",
-    "utils.client_utils": "setup_client",
+    "utils.client_utils": "setup_client setup_openai_client",
     "utils.response_utils": "parse_response_message parse_response_tokens parse_response_messages parse_is_truncated",
     "utils.processing_utils": "parse_chat_completion_tokens parse_chat_completion_logprobs",
     # of 0.1.5, 0.1.8 and 0.1.10
