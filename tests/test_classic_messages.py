@@ -376,3 +376,12 @@ def test_the_rollouts_of_a_run_are_its_outputs_too() -> None:
 def test_a_time_limit_for_rollouts_is_not_ignored_silently() -> None:
     with pytest.warns(UserWarning, match="timeout_seconds does not limit a rollout here"):
         Guessing(dataset=ROWS, timeout_seconds=60.0)
+
+
+def test_clean_up_methods_of_a_rubric_are_not_ignored_silently() -> None:
+    class Holding(vf.Rubric):
+        @vf.cleanup
+        async def put_away(self, state: vf.State) -> None: ...
+
+    with pytest.warns(UserWarning, match=r"Holding\.put_away is not called"):
+        vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([Holding()]))

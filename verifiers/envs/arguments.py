@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from verifiers.rollout import marked
 from verifiers.rubrics import Rubric
 
 ALIKE = 0.8  # similarity (difflib) above which one word counts as a misspelling of the other
@@ -20,6 +21,7 @@ def check_scorers(parser: Any, rubric: Any) -> None:
     if rubric is None or isinstance(rubric, Rubric):
         for one in (rubric, *getattr(rubric, "rubrics", ())):
             _warn_if_unused(one)
+            _warn_of_clean_up(one)
         if rubric is not None:
             rubric.check_arguments()
         return
@@ -33,6 +35,13 @@ def _warn_if_unused(rubric: Rubric | None) -> None:
     if rubric is not None and is_own and not rubric.scores_its_own_way:
         name = f"{type(rubric).__name__}.score_rollouts"
         warnings.warn(f"environments do not call {name}: define score_rollout or score_group", stacklevel=5)
+
+
+def _warn_of_clean_up(rubric: Rubric | None) -> None:
+    """Warn of methods of a rubric with ``@vf.cleanup`` or ``@vf.teardown``, which 0.1.14 calls after scoring."""
+    if names := [method.__name__ for kind in ("cleanup", "teardown") for method in marked(rubric, kind)]:
+        rest = "is not called: a rubric has no clean-up here; decorate a method of the environment"
+        warnings.warn(f"{type(rubric).__name__}.{names[0]} {rest}", stacklevel=5)
 
 
 def misspelled(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
