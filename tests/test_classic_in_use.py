@@ -96,7 +96,7 @@ def test_names_that_environments_take_from_the_modules_of_0_1_x_are_there() -> N
 
 
 @pytest.mark.parametrize(
-    "taken", ["import verifiers.v1 as vf", "from verifiers.types import UserMessage", "from verifiers import Taskset"]
+    "taken", ["import verifiers.v1 as vf", "from verifiers.types import TimeSpan", "from verifiers import Taskset"]
 )
 def test_an_environment_of_a_later_release_is_told_from_one_whose_package_is_missing(
     tmp_path: Path, taken: str

@@ -33,6 +33,9 @@ _NAMES = {
     "OverlongPromptError RateLimitError RequestRefusedError RunDeadlineError SandboxError "
     "ServerError ToolCallError ToolError ToolParseError WorkerError",
     "integrations.openenv.env": "OpenEnv",
+    "message_types": "AssistantMessage ImageUrlContentPart ImageUrlSource InputAudioContentPart InputAudioSource "
+    "Response ResponseMessage ResponseTokens SystemMessage TextContentPart TextMessage Tool ToolCall ToolMessage "
+    "UserMessage",
     "logs": "log_level print_prompt_completions_sample quiet_verifiers setup_logging",
     "parsers": "JSONParser MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer extract_hash_answer",
     "results": "Results",
@@ -58,11 +61,10 @@ _EXTRA_NAMES = {
     "ChatCompletionToolParam FunctionDefinition FunctionParameters",
 }
 _EXTRA_HOME = {name: module for module, names in _EXTRA_NAMES.items() for name in names.split()}
-# Names of the classic package's later releases (0.1.11 and newer), whose environments do not run here.
+# Names of the classic package's later releases (0.1.11 and newer) that do not exist here.
 _LATER = (
-    "AssistantMessage BrowserEnv Env EnvConfig Harness HarnessConfig MCPTool OpenEnvEnv SystemMessage Task Taskset "
-    "TasksetConfig TextMessage Tool ToolCall ToolMessage Toolset ToolsetConfig User UserConfig UserMessage advantage "
-    "metric reward setup update"
+    "BrowserEnv Env EnvConfig Harness HarnessConfig MCPTool OpenEnvEnv RLMEnv Task Taskset TasksetConfig Toolset "
+    "ToolsetConfig User UserConfig advantage metric reward setup update"
 )
 _MODULES = (
     "calls",
@@ -96,7 +98,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"verifiers.{name}")
     else:
-        hint = ", which is of the classic package's releases 0.1.11 and newer: their environments do not run here"
+        hint = ", which is of the classic package's releases 0.1.11 and newer and does not exist here"
         raise AttributeError(f"module 'verifiers' has no attribute {name!r}{hint if name in _LATER.split() else ''}")
     globals()[name] = value
     return value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
+from verifiers.message_types import are_readable, plain, readable
 from verifiers.types import ChatMessage, Messages
 
 
@@ -22,7 +23,9 @@ def as_messages(value: Any, *, role: str = "user") -> list[ChatMessage]:
         return [value]
     if hasattr(value, "model_dump"):
         return [value.model_dump(exclude_none=True)]
-    return [message for item in value for message in ((item,) if type(item) is dict else as_messages(item, role=role))]
+    return [
+        message for item in value for message in ((item,) if isinstance(item, dict) else as_messages(item, role=role))
+    ]
 
 
 def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages:
@@ -33,7 +36,10 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
     """
     if messages_list and all(isinstance(messages, str) for messages in messages_list):
         return "".join(map(str, messages_list))
-    return [message for messages in messages_list for message in as_messages(messages)]
+    joined: list[ChatMessage] = []
+    for messages in messages_list:
+        joined += cast(list[ChatMessage], messages) if are_readable(messages) else as_messages(messages)
+    return joined
 
 
 def content_text(content: Any) -> str:
@@ -107,6 +113,46 @@ def _printable_content(content: Any) -> Any:
         kind = part.get("type", "") if isinstance(part, dict) else ""
         lines.append("[image]" if kind.startswith("image") else "[audio]" if "audio" in kind else _part_text(part))
     return "\n".join(lines)
+
+
+def readable_messages(messages: Any) -> Any:
+    """The same messages, which can be read by key and by attribute. A list of such messages, or a text, is returned.
+
+    >>> readable_messages([{"role": "user", "content": "hi"}])[0].content
+    'hi'
+    """
+    if type(messages) is not list or are_readable(messages):
+        return messages
+    return [readable(one) if isinstance(one, dict) else one for one in messages]
+
+
+def make_readable(state: Any) -> None:
+    """Make the messages of a state readable by attribute: those of its prompt, its completion and its steps."""
+    steps = state.get("trajectory")
+    for holder in (state, *(step for step in (steps if isinstance(steps, list) else ()) if isinstance(step, dict))):
+        for name in ("prompt", "completion"):
+            given = holder.get(name)
+            if (made := readable_messages(given)) is not given:
+                holder[name] = made
+
+
+def request_messages(messages: Messages) -> Messages:
+    """Messages as a client gets them: plain dicts without None in their content parts, or a text.
+
+    A chat template that is given an object may take an attribute that is None for one that is defined.
+    """
+    if isinstance(messages, str):
+        return messages
+    shown: list[Any] = messages  # token ids may be the prompt of a completion
+    return [_plain_message(one) if isinstance(one, dict) else one for one in shown]
+
+
+def _plain_message(message: ChatMessage) -> ChatMessage:
+    for value in message.values():
+        if type(value) is not str:  # most messages are texts only
+            made: ChatMessage = plain(message)
+            return {**made, "content": _without_nones(made)} if type(made.get("content")) is list else made
+    return dict(message)
 
 
 def strip_nones_from_content(messages: list[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ _COLUMNS = {
     "is_truncated": "is_truncated",
 }
 _ABSENT = {"answer": str, "info": dict}  # the type of the empty value for a missing field, as on disk
-_SINGULAR = {plural: singular for singular, plural in _COLUMNS.items()}
+_SINGULAR = {**{plural: singular for singular, plural in _COLUMNS.items()}, "outputs": "state"}  # as from 0.1.10 on
 _TAKEN = frozenset((*_COLUMNS, *_SINGULAR, "metrics", "metadata"))
 
 

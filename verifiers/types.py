@@ -10,12 +10,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from verifiers.errors import Error
+from verifiers.message_types import (  # noqa: F401 - environments import them from here
+    AssistantMessage,
+    ImageUrlContentPart,
+    ImageUrlSource,
+    InputAudioContentPart,
+    InputAudioSource,
+    Response,
+    ResponseMessage,
+    ResponseTokens,
+    SystemMessage,
+    TextContentPart,
+    TextMessage,
+    Tool,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
 
 ChatMessage = dict[str, Any]
 ChatMessages = list[ChatMessage]
 Message = str | ChatMessage
 Messages = str | list[ChatMessage]
 MessageType = Literal["chat", "completion"]
+ContentPart = dict[str, Any]
+MessageContent = str | list[ContentPart]
+FinishReason = Literal["stop", "length", "tool_calls"] | None
 LARGEST_SCORE = 1e100  # of one function: the sum of squares of larger scores would overflow
 LARGEST_REWARD = 1e15  # of a rollout: the sum of a million squares still fits into float32, in which trainers compute
 Info = dict[str, Any]
@@ -245,7 +265,9 @@ class TurnCount(int):
 
 
 _FORWARDED = frozenset(("prompt", "answer", "task", "info", "example_id"))
-_COUNTED = frozenset(("turn", "responses"))
+_SAME = {"tool_defs": "oai_tools"}  # from 0.1.11 on, the tools have this name
+_WRITTEN_ELSEWHERE = _FORWARDED | _SAME.keys()
+_COMPUTED = frozenset(("turn", "responses", *_SAME))
 
 
 class State(dict[str, Any]):
@@ -291,15 +313,18 @@ class State(dict[str, Any]):
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
-            row[key] = value
-        else:
-            dict.__setitem__(self, key, value)
+        if key in _WRITTEN_ELSEWHERE:
+            if key in _SAME:
+                key = _SAME[key]
+            elif (row := dict.get(self, "input")) is not None and key in row:
+                row[key] = value
+                return
+        dict.__setitem__(self, key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
         if key in _FORWARDED and (row := dict.get(self, "input")) is not None and key in row:
             return row[key]
-        if key in _COUNTED and not dict.__contains__(self, key):
+        if key in _COMPUTED and not dict.__contains__(self, key):
             try:
                 return self.__missing__(key)
             except KeyError:
@@ -308,7 +333,9 @@ class State(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         """``responses``: the endpoint's raw replies, and ``turn``: how many turns; an environment may set its own."""
-        if key not in _COUNTED or (steps := dict.get(self, "trajectory")) is None:
+        if key in _SAME:
+            return dict.__getitem__(self, _SAME[key])
+        if key not in _COMPUTED or (steps := dict.get(self, "trajectory")) is None:
             raise KeyError(key)
         if key == "turn":
             return TurnCount(len(steps))
@@ -340,6 +367,8 @@ class State(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         if dict.__contains__(self, key):
             return True
+        if key in _SAME:
+            return dict.__contains__(self, _SAME[str(key)])
         return key in _FORWARDED and key in (dict.get(self, "input") or ())
 
 

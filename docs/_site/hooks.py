@@ -35,7 +35,7 @@ REFERENCE = {
     "stats": ("Statistics", "stats"),
     "sandbox": ("Sandbox", "sandbox"),
     "training": ("Models and training", "engine trainers rl"),
-    "types": ("Types", "types"),
+    "types": ("Types", "types message_types"),
     "errors": ("Errors", "errors"),
 }
 # The fields of a configuration say what they are by their names, types and defaults.

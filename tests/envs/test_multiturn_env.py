@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import verifiers as vf
@@ -601,3 +603,56 @@ def test_a_model_that_is_shown_less_than_the_prompt_has_its_last_reply_in_the_co
     prompt = [{"role": "system", "content": "Be brief."}, {"role": USER, "content": "Guess."}]
     state = play(Window(dataset=[{"prompt": prompt, "answer": "7"}], max_turns=3), ["1", "2", "7"])
     assert said(state) == [(ASSISTANT, "7")]
+
+
+@pytest.mark.parametrize("answer", [(False, "not yet"), "no", b"", "coroutine"])
+@pytest.mark.parametrize("form", ["stop", "stop of messages", "is_completed"])
+def test_a_condition_that_returns_what_is_always_true_fails_by_its_name(answer: object, form: str) -> None:
+    def check(*_: object) -> object:
+        async def later() -> bool:
+            return False
+
+        async def earlier() -> object:
+            return later()
+
+        return earlier() if answer == "coroutine" else answer
+
+    class Base(vf.MultiTurnEnv):
+        def env_response(self, messages, state):
+            return "again"
+
+    class ByState(Base):
+        @vf.stop
+        def solved(self, state):
+            return check(state)
+
+    class ByMessages(Base):
+        @vf.stop
+        def solved(self, messages, state):
+            return check(messages, state)
+
+    class Own(Base):
+        def is_completed(self, messages, state):
+            return check(messages, state)
+
+    kind = {"stop": ByState, "stop of messages": ByMessages, "is_completed": Own}[form]
+    env = kind(dataset=[{"question": "q", "answer": "a"}], max_turns=2)
+    (state,) = env.evaluate(vf.FakeClient("hi"), "fake", use_tqdm=False).rollouts
+    name = "is_completed" if form == "is_completed" else "solved"
+    assert isinstance(state["error"], vf.HookError)
+    assert re.search(rf"{name} returned .*(True or False)", str(state["error"])), state["error"]
+
+
+@pytest.mark.parametrize("answer", [1, numpy.bool_(True), True, [0]])
+def test_a_condition_may_return_what_can_be_true_or_false(answer: object) -> None:
+    class Base(vf.MultiTurnEnv):
+        def env_response(self, messages, state):
+            return "again"
+
+        @vf.stop
+        def solved(self, state):
+            return answer if state["trajectory"] else None
+
+    env = Base(dataset=[{"question": "q", "answer": "a"}], max_turns=2)
+    (state,) = env.evaluate(vf.FakeClient("hi"), "fake", use_tqdm=False).rollouts
+    assert (state["error"], state["stop_condition"], len(state["trajectory"])) == (None, "solved", 1)

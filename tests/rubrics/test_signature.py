@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import verifiers as vf
 from verifiers.errors import GraderError
 from verifiers.parsers import Parser
 from verifiers.rubrics import Rubric, cpu_bound, group_reward
@@ -49,7 +50,48 @@ def test_an_unknown_argument_is_refused_and_the_message_says_what_there_is() -> 
     with pytest.raises(
         TypeError, match=r"'reward' has unknown arguments \['tokenizer'\]; it may have prompt, completion.*parser"
     ):
-        Rubric(funcs=[reward])
+        vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.RubricGroup([Rubric(), Rubric(funcs=[reward])]))
+
+
+@pytest.mark.parametrize("wrong", ["anwser", "completionss", "promt", "tokeniser"])
+def test_a_misspelled_argument_is_refused_when_the_function_is_added(wrong: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def reward(completion, {wrong}): ...", namespace)
+    with pytest.raises(TypeError, match=rf"has unknown arguments \['{wrong}'\]"):
+        Rubric(funcs=[namespace["reward"]], class_objects={"tokenizer": 1})
+    with pytest.raises(TypeError, match=rf"has unknown arguments \['{wrong}'\]"):
+        Rubric(class_objects={"tokenizer": 1}).add_reward_func(namespace["reward"])
+
+
+@pytest.mark.parametrize("how", ["item", "all", "method"])
+@pytest.mark.parametrize("takes", ["by name", "with a default", "kwargs"])
+def test_objects_may_be_added_after_the_functions_that_use_them(how: str, takes: str) -> None:
+    def by_name(completion, scale): return scale  # fmt: skip
+
+    def with_default(completion, scale=0.0): return scale  # fmt: skip
+
+    def by_kwargs(completion, **kwargs): return kwargs.get("scale", 0.0)  # fmt: skip
+
+    rubric = Rubric(parser=vf.Parser())
+    rubric.add_reward_func({"by name": by_name, "with a default": with_default, "kwargs": by_kwargs}[takes])
+    if takes != "by name":
+        assert rubric.score_rollout_sync("", "", "", {})["reward"] == 0.0
+    if how == "item":
+        rubric.class_objects["scale"] = 0.5
+    elif how == "all":
+        rubric.class_objects = {"parser": rubric.parser, "scale": 0.5}
+    else:
+        rubric.add_class_object("scale", 0.5)
+    env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=rubric)
+    assert env.evaluate(vf.FakeClient("a"), "fake", use_tqdm=False)["reward"] == [0.5]
+
+
+def test_an_object_that_is_never_added_is_missed_before_anything_is_scored() -> None:
+    def reward(completion, tokenizer): ...
+
+    rubric = Rubric(funcs=[reward])
+    with pytest.raises(TypeError, match="unknown arguments"):
+        rubric.score_rollout_sync("", "", "", {})
 
 
 def test_an_unknown_argument_with_a_default_keeps_it() -> None:

@@ -106,13 +106,14 @@ PATHS = {
     "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT",
     "utils.env_utils": "load_environment",
     "utils.error_utils": "ErrorChain get_vf_error_chain",
-    "utils.eval_utils": "load_endpoints make_dataset print_results run_evaluation save_rollout_results",
+    "utils.eval_utils": "load_endpoints make_dataset print_results quiet_datasets run_evaluation save_rollout_results",
     "utils.logging_utils": "setup_logging log_level quiet_verifiers print_prompt_completions_sample",
-    "utils.message_utils": "concat_messages messages_to_printable sanitize_tool_calls strip_nones_from_content",
+    "utils.message_utils": "concat_messages from_raw_content_part from_raw_message maybe_normalize_messages "
+    "messages_to_printable normalize_messages sanitize_tool_calls strip_nones_from_content",
     "utils.path_utils": "get_results_path get_eval_results_path",
     "utils.save_utils": "load_outputs make_serializable save_outputs state_to_output states_to_outputs",
-    "utils.client_utils": "setup_client",
-    "utils.response_utils": "parse_response_tokens parse_response_messages parse_is_truncated",
+    "utils.client_utils": "setup_client setup_openai_client",
+    "utils.response_utils": "parse_response_message parse_response_tokens parse_response_messages parse_is_truncated",
     "utils.processing_utils": "parse_chat_completion_tokens parse_chat_completion_logprobs",
     # of 0.1.5, 0.1.8 and 0.1.10
     "envs.reasoninggym_env": "ReasoningGymEnv",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from verifiers.clients.protocol import Client, Completion, Request, Tokens, View
+from verifiers.clients.protocol import Client, Completion, Request, Tokens
 
 if TYPE_CHECKING:
     from verifiers.clients.anthropic import AnthropicClient
@@ -44,7 +44,6 @@ __all__ = [
     "Completion",
     "Request",
     "Tokens",
-    "View",
     "AnthropicClient",
     "HTTPClient",
     "NeMoRLChatCompletionsClient",

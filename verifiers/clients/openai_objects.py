@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from verifiers.clients.protocol import Completion
+from verifiers.message_types import ResponseMessage, ResponseTokens
 from verifiers.types import MessageType
 
 
 def as_openai(completion: Completion, message_type: MessageType = "chat") -> Any:
     """OpenAI's ``ChatCompletion`` (or ``Completion``); the completion itself if the openai package is missing."""
     raw = completion.raw
-    if raw is not None and not isinstance(raw, dict):
-        return raw  # already an SDK object
     try:
         from openai.types import Completion as TextCompletion
         from openai.types.chat import ChatCompletion
+
+        from verifiers.clients.chat_completion import ChatCompletionWithMessage, with_message
     except ImportError:
-        return completion
-    kind: Any = ChatCompletion if message_type == "chat" else TextCompletion
+        return completion if raw is None or isinstance(raw, dict) else raw
+    if raw is not None and not isinstance(raw, dict):  # already an SDK object
+        return with_message(raw) if type(raw) is ChatCompletion else raw
+    kind: Any = ChatCompletionWithMessage if message_type == "chat" else TextCompletion
     return kind.construct(**fields_of(completion, message_type))
+
+
+def response_message(completion: Completion) -> ResponseMessage:
+    """The message of a reply with how it ended, as ``response.message`` has it from 0.1.11 on."""
+    tokens = completion.tokens
+    return ResponseMessage(
+        **completion.message,
+        finish_reason=completion.finish_reason,
+        is_truncated=completion.is_truncated,
+        tokens=tokens
+        and ResponseTokens(
+            prompt_ids=tokens.prompt_ids,
+            prompt_mask=[0] * len(tokens.prompt_ids),
+            completion_ids=tokens.completion_ids,
+            completion_mask=[1] * len(tokens.completion_ids),
+            completion_logprobs=tokens.logprobs,
+        ),
+    )
+
+
+def with_ending(response: Any) -> Any:
+    """A completion whose message says how it ended, for hooks; a response of another kind stays as it is."""
+    return replace(response, message=response_message(response)) if type(response) is Completion else response
 
 
 def fields_of(completion: Completion, message_type: MessageType) -> dict[str, Any]:

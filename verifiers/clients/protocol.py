@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from verifiers.message_types import View
 from verifiers.types import ChatMessage, MessageType, Usage, VersionSpan
 
 
@@ -38,29 +39,6 @@ class Tokens:
     def __post_init__(self) -> None:
         if len(self.completion_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.completion_ids)} tokens but {len(self.logprobs)} logprobs")
-
-
-class View(dict[str, Any]):
-    """A decoded JSON object whose keys, at every level, are attributes as well.
-
-    >>> View({"choices": [{"message": {"content": "4"}}]}).choices[0].message.content
-    '4'
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return _view(self[name])
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        return dict(self)
-
-
-def _view(value: Any) -> Any:
-    if isinstance(value, dict):
-        return View(value)
-    return [_view(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

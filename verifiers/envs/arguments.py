@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from verifiers.rollout import marked
 from verifiers.rubrics import Rubric
 
 ALIKE = 0.8  # similarity (difflib) above which one word counts as a misspelling of the other
@@ -20,6 +21,9 @@ def check_scorers(parser: Any, rubric: Any) -> None:
     if rubric is None or isinstance(rubric, Rubric):
         for one in (rubric, *getattr(rubric, "rubrics", ())):
             _warn_if_unused(one)
+            _warn_of_clean_up(one)
+        if rubric is not None:
+            rubric.check_arguments()
         return
     if isinstance(rubric, type) or not hasattr(rubric, "score_rollout"):
         raise TypeError(f"rubric={rubric!r:.100} is not a rubric; vf.Rubric(funcs=[…]) creates one from functions")
@@ -33,6 +37,13 @@ def _warn_if_unused(rubric: Rubric | None) -> None:
         warnings.warn(f"environments do not call {name}: define score_rollout or score_group", stacklevel=5)
 
 
+def _warn_of_clean_up(rubric: Rubric | None) -> None:
+    """Warn of methods of a rubric with ``@vf.cleanup`` or ``@vf.teardown``, which 0.1.14 calls after scoring."""
+    if names := [method.__name__ for kind in ("cleanup", "teardown") for method in marked(rubric, kind)]:
+        rest = "is not called: a rubric has no clean-up here; decorate a method of the environment"
+        warnings.warn(f"{type(rubric).__name__}.{names[0]} {rest}", stacklevel=5)
+
+
 def misspelled(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
     """Extra keywords that are similar to a parameter, each with the name of that parameter."""
     known = {name for base in cls.__mro__ if "__init__" in vars(base) for name in _parameters(base)}
@@ -42,6 +53,13 @@ def misspelled(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
         if meant := next((one for one in close if abs(len(one) - len(name)) <= 2), None):
             found[name] = meant
     return found
+
+
+def warn_of_time_limit(extra: Mapping[str, Any]) -> None:
+    """Warn of the time limit of a rollout, a keyword from 0.1.12 on, which would only become an attribute here."""
+    if extra.get("timeout_seconds") is not None:
+        message = "timeout_seconds does not limit a rollout here: timeout= limits a request, hook_timeout_s= a hook"
+        warnings.warn(message, stacklevel=4)
 
 
 def _parameters(cls: type) -> list[str]:

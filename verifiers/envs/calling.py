@@ -160,6 +160,8 @@ _ASK_KEYS_BEFORE_STATES = ("client", "model", "prompt", "oai_tools", "sampling_a
 
 def read_ask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``get_model_response(state, prompt, …)``, also from 0.1.8's ``(client, model, prompt, …)``."""
+    if "tool_defs" in kwargs:  # from 0.1.11 on
+        kwargs = {"oai_tools" if name == "tool_defs" else name: value for name, value in kwargs.items()}
     if "state" in kwargs or (args and isinstance(args[0], Mapping)):
         return args, kwargs
     if len(args) > len(_ASK_KEYS_BEFORE_STATES):

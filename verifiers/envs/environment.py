@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from verifiers import calls
 from verifiers.clients import as_client
 from verifiers.clients.activity import note_reply
+from verifiers.clients.openai_objects import with_ending
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
-from verifiers.envs.arguments import check_scorers, misspelled
+from verifiers.envs.arguments import check_scorers, misspelled, warn_of_time_limit
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -31,7 +32,7 @@ from verifiers.envs.calling import (
     read_call,
 )
 from verifiers.envs.env_scoring import EnvScoring
-from verifiers.envs.hooks import ClassicHooks, Hooks
+from verifiers.envs.hooks import ClassicHooks, Hooks, as_verdict
 from verifiers.envs.host_calls import Group, get_results_path, read_host_call, run_for_host, single_rollout
 from verifiers.envs.own_rollouts import SPEAKING_HOOKS, add_steps
 from verifiers.envs.rows import RowFormat, Rows, as_rows, few_shot_messages
@@ -39,7 +40,8 @@ from verifiers.envs.states import fresh_state
 from verifiers.envs.trainer_calls import TrainerCalls
 from verifiers.errors import HookError, RequestRefusedError, wrap
 from verifiers.escapes import hurry
-from verifiers.messages import concat_messages, strip_nones_from_content
+from verifiers.message_types import as_tool, plain
+from verifiers.messages import concat_messages, make_readable, request_messages
 from verifiers.parsers import Parser
 from verifiers.rollout import abandon, note_error, note_timing, read_error
 from verifiers.rubrics import Rubric
@@ -80,6 +82,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         score_rollouts: bool = True,
         *,
         few_shot_examples: Sequence[Any] | None = None,
+        tool_defs: Sequence[Any] | None = None,
         client: Any = None,
         model: Any = None,
         max_retries: int = 0,
@@ -93,6 +96,8 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             raise ValueError(f"message_type must be 'chat' or 'completion', got {message_type!r}")
         if few_shot is not None and few_shot_examples is not None:
             raise TypeError("few_shot and few_shot_examples are two names for the same argument; pass one")
+        if oai_tools is not None and tool_defs is not None:
+            raise TypeError("oai_tools and tool_defs are two names for the same argument; pass one")
         check_scorers(parser, rubric)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         self.message_type: MessageType = message_type
@@ -101,7 +106,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self.parser = parser or (rubric.parser if rubric is not None else Parser())
         self.rubric = rubric if rubric is not None else Rubric(parser=self.parser)
         self.sampling_args = merge_sampling(sampling_args)
-        self.oai_tools = oai_tools
+        self.tool_defs = oai_tools if tool_defs is None else tool_defs
         self.max_workers = max_workers
         self.env_id = env_id or ""
         self.env_args = env_args or {}
@@ -121,6 +126,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
         self._hooks = Hooks(self)
 
     def _set_attributes(self, kwargs: Mapping[str, Any]) -> None:
+        warn_of_time_limit(kwargs)
         for name, meant in misspelled(type(self), kwargs).items():
             self.logger.warning("the unknown keyword %r becomes an attribute; did you mean %r?", name, meant)
         for name, value in kwargs.items():
@@ -206,8 +212,8 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             raise RequestRefusedError("tools need message_type='chat'; a completions endpoint does not support them")
         request = Request(
             model=model or state["model"],
-            prompt=prompt if isinstance(prompt, str) else strip_nones_from_content(prompt),
-            tools=tools or None,
+            prompt=request_messages(prompt),
+            tools=[plain(as_tool(tool)) for tool in tools] if tools else None,
             sampling=sampling_args if sampling_args is not None else (state["sampling_args"] or {}),
             message_type=kind,
             timeout_s=self.timeout,
@@ -224,7 +230,9 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
 
     async def _get_model_response_by(self, *args: Any, **kwargs: Any) -> Completion:
         args, kwargs = read_ask(args, kwargs)
-        return await self._get_model_response(*args, **kwargs)
+        completion = await self._get_model_response(*args, **kwargs)
+        answered: Completion = with_ending(completion)
+        return answered
 
     get_model_response = calls.both(_get_model_response_by)
     """``get_model_response(state, prompt, client=, model=, oai_tools=, sampling_args=, message_type=)`` calls the model
@@ -298,6 +306,7 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
                     raise
         state.answerer = answerer
         add_steps(state, made, self.max_seq_len)
+        make_readable(state)
         try:
             await self.clean_up(state)
         except BaseException as error:  # foreign code
@@ -365,10 +374,10 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
             if reads is not None:
                 met = not is_after_answer and reads(self, state)
             elif not takes_messages:
-                met = await is_met(state)
+                met = as_verdict(await is_met(state), name)
             else:
                 shown = self.conversation(state) if messages is None and state.get("trajectory") else messages
-                met = bool(shown) and await is_met(shown, state)
+                met = bool(shown) and as_verdict(await is_met(shown, state), name)
             if met:
                 state["is_completed"] = True
                 state["stop_condition"] = state.get("stop_condition") or name

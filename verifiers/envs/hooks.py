@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from verifiers import calls
+from verifiers.errors import HookError
+from verifiers.message_types import as_tool
 from verifiers.rollout import marked
 
 ASKING_TIMEOUT_S = 3600.0
@@ -34,6 +36,23 @@ class Stop(NamedTuple):
     is_met: Callable[..., Awaitable[Any]]
     reads: Callable[[Any, Any], bool] | None
     takes_messages: bool
+
+
+def as_verdict(value: Any, name: str) -> bool:
+    """Whether a condition is met, from what its function returned. What is always true cannot be meant.
+
+    >>> as_verdict(1, "solved"), as_verdict(None, "solved")
+    (True, False)
+    >>> as_verdict((False, "no answer yet"), "solved")
+    Traceback (most recent call last):
+    verifiers.errors.HookError: solved returned (False, 'no answer yet'), a tuple; it must return True or False
+    """
+    if inspect.iscoroutine(value):
+        value.close()
+        raise HookError(f"{name} returned a coroutine; it must await it, and return True or False")
+    if isinstance(value, (tuple, str, bytes)) or inspect.isawaitable(value):
+        raise HookError(f"{name} returned {value!r:.100}, a {type(value).__name__}; it must return True or False")
+    return bool(value)
 
 
 class Hooks(dict[str, calls.Hook | None]):
@@ -71,13 +90,23 @@ class Hooks(dict[str, calls.Hook | None]):
 
 
 class ClassicHooks:
-    """The names by which code for 0.1.9 (an overridden ``rollout``, or a host) accesses decorated methods.
+    """Names of other releases: of 0.1.9 for decorated methods (read-only: to add one, decorate it), and of 0.1.11.
 
-    The lists are read-only; to add a method, decorate it.
+    Code for them (an overridden ``rollout``, or a host) uses these.
     """
 
     clean_up: Callable[[Any], Awaitable[None]]
     _close: Callable[[], Awaitable[None]]
+    oai_tools: list[dict[str, Any]] | None
+
+    @property
+    def tool_defs(self) -> list[dict[str, Any]] | None:
+        """The tools offered to the model; from 0.1.11 on, ``oai_tools`` has this name."""
+        return self.oai_tools
+
+    @tool_defs.setter
+    def tool_defs(self, tools: Sequence[Any] | None) -> None:
+        self.oai_tools = None if tools is None else [as_tool(tool) for tool in tools]
 
     @property
     def _stop_conditions(self) -> tuple[Callable[..., Any], ...]:

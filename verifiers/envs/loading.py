@@ -96,7 +96,7 @@ def _of_another_release(env_id: str, error: ImportError) -> ImportError | None:
         return None
     return ImportError(
         f"the environment {env_id!r} imports something that verifiers does not have ({error}); if it was written for "
-        "release 0.1.11 or newer, it does not run here: see 'Coming from classic 0.1.x' in the documentation"
+        "release 0.1.11 or newer, it may use what is only there: see 'Coming from classic 0.1.x' in the documentation"
     )
 
 

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from verifiers import calls
-from verifiers.clients.openai_objects import Step
-from verifiers.clients.protocol import Completion, View
+from verifiers.clients.openai_objects import Step, with_ending
+from verifiers.clients.protocol import Completion
 from verifiers.envs.calling import ask_arguments
 from verifiers.envs.environment import Environment
-from verifiers.envs.hooks import only_reads, takes_messages
+from verifiers.envs.hooks import as_verdict, only_reads, takes_messages
 from verifiers.errors import HookError
 from verifiers.escapes import raise_if_escaped
-from verifiers.messages import as_messages, concat_messages, text_of
+from verifiers.message_types import readable
+from verifiers.messages import as_messages, concat_messages, readable_messages, text_of
 from verifiers.parsers import Parser
 from verifiers.rollout import merge_state, run_episode, split_response, step_tokens, stop
 from verifiers.types import ChatMessage, Messages, State, TrajectoryStep, TurnCount
@@ -73,7 +74,8 @@ class MultiTurnEnv(Environment):
         return await self._ask_own(hook, self.conversation(state), state)
 
     async def _ask_own(self, hook: calls.Hook, messages: Messages, state: State) -> bool:
-        if not await hook(*((messages, state) if self._reads_messages else (state,))):
+        answer = await hook(*((messages, state) if self._reads_messages else (state,)))
+        if not as_verdict(answer, "is_completed"):
             return False
         state["stop_condition"] = state.get("stop_condition") or "is_completed"
         return True
@@ -144,7 +146,7 @@ class MultiTurnEnv(Environment):
         tokens = step_tokens(reply.tokens, self.max_seq_len)
         return Step(
             prompt=prompt_messages,
-            completion=[_readable(reply.message)] if self.message_type == "chat" else reply.text,
+            completion=[readable(reply.message)] if self.message_type == "chat" else reply.text,
             response=response,
             tokens=tokens,
             reward=None,
@@ -171,7 +173,7 @@ class MultiTurnEnv(Environment):
         whole = self.conversation(state)
         final = state.get("final_env_response")
         if final:
-            whole = concat_messages([whole, final])
+            whole = concat_messages([whole, readable_messages(final)])
         # The last prompt may be shorter than the row's, by a prompt hook; the model's reply must still be included.
         state["completion"] = whole[min(len(state["prompt"]), len(state["trajectory"][-1]["prompt"])) :]
 
@@ -197,6 +199,9 @@ class MultiTurnEnv(Environment):
                 merge_state(state, returned)
         if self.message_type == "chat" and not isinstance(state["prompt"], list):
             state["prompt"] = as_messages(state["prompt"])
+        prompt = state["prompt"]
+        if (shown := readable_messages(prompt)) is not prompt:  # a hook wrote it
+            state["prompt"] = shown
         return state
 
     async def next_prompt(self, state: State) -> Messages:
@@ -206,7 +211,7 @@ class MultiTurnEnv(Environment):
         given = await hook(state)
         if given is None or isinstance(given, Mapping | Number):
             raise HookError(f"get_prompt_messages returned {given!r:.100}; it returns a list of messages, or a text")
-        prompt: Messages = given
+        prompt: Messages = readable_messages(given)
         return prompt
 
     async def ask_model(self, state: State, prompt: Messages) -> None:
@@ -222,7 +227,10 @@ class MultiTurnEnv(Environment):
                 break
             state["parse_retries"] = state.get("parse_retries", 0) + 1
         add = self._hook("add_model_response")
-        await (self._add_model_response if add is None else add)(state, prompt, response)
+        if add is None:
+            await self._add_model_response(state, prompt, response)
+        else:
+            await add(state, prompt, with_ending(response))
         if not state["trajectory"]:  # no limit of turns would ever be reached
             raise HookError("the turn was not kept: add_trajectory_step appends it to state['trajectory']")
 
@@ -251,14 +259,6 @@ def _stops_replaced_in(cls: type) -> frozenset[str]:
     return frozenset(name for name in names if not any(name in vars(one) for one in nearer))
 
 
-def _readable(message: ChatMessage) -> ChatMessage:
-    """The message, whose tool calls can be read by key and, as before 0.1.9, by attribute: ``call.function.name``."""
-    listed = message.get("tool_calls")
-    if not isinstance(listed, list):
-        return message
-    return {**message, "tool_calls": [View(call) if isinstance(call, dict) else call for call in listed]}
-
-
 def _as_reply(response: Any, messages: Messages) -> list[ChatMessage]:
     """What ``env_response`` returned besides the state, as messages with roles."""
     try:
@@ -273,7 +273,8 @@ def _as_reply(response: Any, messages: Messages) -> list[ChatMessage]:
         )
     if messages and type(response) is type(messages) and response[: len(messages)] == messages:
         raise HookError("env_response returned the whole conversation; it must return only the environment's response")
-    return reply
+    made: list[ChatMessage] = readable_messages(reply)
+    return made
 
 
 def turn_limit(limit: int | None, max_turns: int | None, *, name: str, default: int) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from verifiers.errors import GraderError
-from verifiers.messages import as_messages, role_of
+from verifiers.message_types import View, as_tool, plain
+from verifiers.messages import as_messages, make_readable, readable_messages, role_of
 from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
 from verifiers.store.plain import to_json
@@ -37,7 +38,9 @@ def fresh_state(
     fields.setdefault("task", task)
     fields.setdefault("example_id", 0)
     info = fields.get("info")
-    tools = info.get("oai_tools") if info is not None and isinstance(info, (dict, Mapping)) else None
+    fields["prompt"] = readable_messages(fields.get("prompt"))
+    tools = tools_in(info)
+    tools = oai_tools if tools is None else tools
     extra = {key: value for key, value in fields.items() if key not in State.INPUT_FIELDS}
     state = State(
         extra,
@@ -48,7 +51,7 @@ def fresh_state(
         is_completed=False,
         is_truncated=False,
         stop_condition=None,
-        oai_tools=tools if tools is not None else oai_tools,
+        oai_tools=tools and [as_tool(tool) for tool in tools],
         trajectory=[],
         trajectory_id=unique_id(),
         completion=[] if message_type == "chat" else "",
@@ -67,8 +70,17 @@ def fresh_state(
 def _copied(value: Any) -> Any:
     """A deep copy of dicts and lists, which a rollout may change; all other values are shared."""
     if type(value) is dict:
-        return {key: _copied(item) if type(item) in (dict, list) else item for key, item in value.items()}
+        return {key: _copied(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}
+    if isinstance(value, View):
+        return plain(value)
     return [_copied(item) for item in value] if type(value) is list else value
+
+
+def tools_in(info: Any) -> Any:
+    """The tools that a row brings in its ``info``: ``oai_tools``, or ``tool_defs`` as from 0.1.11 on."""
+    if info is None or not isinstance(info, (dict, Mapping)):
+        return None
+    return info.get("oai_tools", info.get("tool_defs"))
 
 
 _TIMING_FIELDS = ("generation_ms", "scoring_ms", "total_ms")
@@ -91,6 +103,7 @@ def restored_state(record: Record, row: Row) -> State:
     if state.get("error") is None and not is_usable(state.get("reward")):
         message = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming runs the rollout again"
         state["error"], state["reward"] = GraderError(message), None
+    make_readable(state)
     if isinstance(metrics := state.get("metrics"), dict):
         state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
@@ -182,7 +195,7 @@ def turns_of(record: Record) -> Iterator[dict[str, Any]]:
 
     Their rewards are not known, so they do not have the key ``reward``.
     """
-    prompt, completion = record.get("prompt"), record.get("completion")
+    prompt, completion = readable_messages(record.get("prompt")), readable_messages(record.get("completion"))
     if isinstance(completion, str):
         yield {"prompt": prompt, "completion": completion, "extras": {}}
         return

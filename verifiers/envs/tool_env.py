@@ -117,7 +117,7 @@ class ToolEnv(MultiTurnEnv):
         self._tell_endpoint()
 
     def _tell_endpoint(self) -> None:
-        self.oai_tools = None if self.uses_tags else self.toolbox.schemas or None
+        self.tool_defs = None if self.uses_tags else self.toolbox.schemas or None
 
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:
         state = super().new_state(row, client, model, sampling_args)
@@ -128,7 +128,7 @@ class ToolEnv(MultiTurnEnv):
     def tell(self, state: State) -> None:
         """Describe the tools to the model: through the endpoint, or in the system message."""
         if not self.uses_tags:
-            state["oai_tools"] = state["oai_tools"] or self.oai_tools
+            state["oai_tools"] = state["oai_tools"] or (self.oai_tools and list(self.oai_tools))
             return
         schemas = state["oai_tools"] or self.toolbox.schemas
         state["oai_tools"] = None

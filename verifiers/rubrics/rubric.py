@@ -28,7 +28,7 @@ from verifiers.rubrics.score import (
     write_advantages,
     write_score,
 )
-from verifiers.rubrics.signature import Plan, as_score, as_weight, field
+from verifiers.rubrics.signature import Plan, as_score, as_weight, field, knows_all_arguments
 from verifiers.types import RewardFunc, State
 
 OnFunction = Callable[[str, float], None]  # called with a reward function's name and its seconds
@@ -69,7 +69,7 @@ class Rubric:
             raise ValueError(f"{len(self.funcs)} reward functions but {len(self.weights)} weights; pass one for each")
         self._plans: dict[int, Plan] = {}
         for function in self.funcs:
-            self._plan(function)
+            self._plan_if_known(function)
 
     def __getstate__(self) -> dict[str, Any]:
         """Plans are not pickled; they are created again when needed."""
@@ -91,7 +91,8 @@ class Rubric:
         self.funcs = list(funcs)
         if len(self.weights) != len(self.funcs):
             self.weights = [1.0] * len(self.funcs)
-        self._all_plans()  # raises now if a function has unknown arguments
+        for function in self.funcs:
+            self._plan_if_known(function)
 
     @property
     def reward_weights(self) -> list[float]:
@@ -103,7 +104,7 @@ class Rubric:
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function that counts towards the reward."""
-        self._plan(func)
+        self._plan_if_known(func)
         self.weights.append(as_weight(weight))
         self.funcs.append(func)
 
@@ -114,7 +115,10 @@ class Rubric:
     def add_class_object(self, name: str, obj: Any) -> None:
         """Make an object available to reward functions as an argument of this name."""
         self.class_objects[name] = obj
-        self._plans.clear()  # functions with a default for this argument get the object from now on
+
+    def check_arguments(self) -> None:
+        """Raise a TypeError for a function with an argument that does not exist. Environments call it on creation."""
+        self._all_plans()
 
     @property
     def has_group_rewards(self) -> bool:
@@ -175,9 +179,14 @@ class Rubric:
 
     def _plan(self, function: Any) -> Plan:
         plan = self._plans.get(id(function))
-        if plan is None or plan.function is not function:
+        if plan is None or plan.function is not function or plan.objects != self.class_objects.keys():
             plan = self._plans[id(function)] = Plan(function, self.class_objects)
         return plan
+
+    def _plan_if_known(self, function: Any) -> None:
+        """Check a function now, unless it asks for an object that may be added later."""
+        if knows_all_arguments(function, self.class_objects):
+            self._plan(function)
 
     def _all_plans(self) -> list[Plan]:
         return [self._plan(function) for function in self.funcs]

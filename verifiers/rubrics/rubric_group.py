@@ -77,6 +77,10 @@ class RubricGroup(Rubric):
         for rubric in self.rubrics:
             rubric.add_class_object(name, obj)
 
+    def check_arguments(self) -> None:
+        for rubric in self.rubrics:
+            rubric.check_arguments()
+
     async def _score_by_functions(self, state: State) -> Score:
         total = Score()
         for rubric, weight in zip(self.rubrics, self.get_group_weights(), strict=True):

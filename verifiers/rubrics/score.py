@@ -9,6 +9,7 @@ from typing import Any
 
 from verifiers.errors import Error, GraderError, wrap
 from verifiers.escapes import TimeLimitError
+from verifiers.messages import make_readable
 from verifiers.rubrics.signature import Plan, as_score
 from verifiers.stats.scores import centered
 from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
@@ -150,6 +151,7 @@ def state_from(
     merged = State(state or {})
     merged.update({**extra, "input": fields, "completion": completion})
     merged.setdefault("trajectory", [])
+    make_readable(merged)
     return merged
 
 

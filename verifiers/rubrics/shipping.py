@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from verifiers.message_types import View, plain
 from verifiers.types import State
 
 LIVE = ("client",)
@@ -142,6 +143,7 @@ def _prune(value: Any, where: str, left_out: list[str]) -> Any:
     """The value without the parts that cannot be pickled; `_ABSENT` if nothing remains."""
     if can_be_sent(value):
         return value
+    value = plain(value) if isinstance(value, View) else value
     if isinstance(value, dict) and type(value) in (dict, State):
         pruned = {key: _prune(entry, f"{where}[{key!r}]", left_out) for key, entry in value.items()}
         return type(value)({key: entry for key, entry in pruned.items() if entry is not _ABSENT})

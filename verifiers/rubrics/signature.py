@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -60,7 +61,7 @@ def name_of(function: Any) -> str:
 class Plan:
     """How one reward function is called."""
 
-    __slots__ = ("args", "function", "hook", "is_cpu_bound", "is_group", "name", "takes_all", "vectorized")
+    __slots__ = ("args", "function", "hook", "is_cpu_bound", "is_group", "name", "objects", "takes_all", "vectorized")
 
     def __init__(self, function: Callable[..., Any], class_objects: Mapping[str, Any]) -> None:
         if not callable(function):
@@ -73,7 +74,8 @@ class Plan:
         vectorized = getattr(function, "vectorized", None)
         self.vectorized = vectorized if callable(vectorized) else None
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.args = self._check(parameters, class_objects)
+        self.objects = frozenset(class_objects)
+        self.args = self._check(parameters)
         self.hook = Hook(function, kind="reward")
         if self.is_cpu_bound:
             from verifiers.rubrics.workers import check_shippable
@@ -81,20 +83,13 @@ class Plan:
             check_shippable(function)
             self.hook.timeout_s = getattr(function, "timeout_s", None)
 
-    def _check(self, parameters: Sequence[inspect.Parameter], class_objects: Mapping[str, Any]) -> tuple[str, ...]:
-        fields = (*(MANY if self.is_group else ONE), *class_objects)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        unknown = [p.name for p in named if p.name not in fields and p.default is p.empty]
-        unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-        if unknown:
-            raise TypeError(
-                f"reward {self.name!r} has unknown arguments {sorted(unknown)}; it may have {', '.join(fields)}. "
-                f"To pass other objects, use class_objects={{name: object}} or add_class_object(name, object) "
-                f"before the function is added"
-            )
+    def _check(self, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+        fields = (*(MANY if self.is_group else ONE), *sorted(self.objects))
+        if unknown := _unknown(parameters, fields):
+            raise _unknown_error(self.name, unknown, fields)
         if self.takes_all:
             return fields
-        return tuple(p.name for p in named if p.name in fields)
+        return tuple(p.name for p in parameters if p.kind in _BY_NAME and p.name in fields)
 
     def arguments(self, state: State, class_objects: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments for one rollout."""
@@ -106,6 +101,38 @@ class Plan:
             name: class_objects[name] if name in class_objects else column(states, _SINGULAR[name])
             for name in self.args
         }
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ALIKE = 0.8  # similarity (difflib) above which one word counts as a misspelling of the other
+
+
+def _unknown(parameters: Sequence[inspect.Parameter], fields: Sequence[str]) -> list[str]:
+    """The parameters that are neither fields nor have a default."""
+    required = [p for p in parameters if p.default is p.empty]
+    unknown = [p.name for p in required if p.kind in _BY_NAME and p.name not in fields]
+    return unknown + [p.name for p in required if p.kind is p.POSITIONAL_ONLY]
+
+
+def _unknown_error(name: str, unknown: Sequence[str], fields: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"reward {name!r} has unknown arguments {sorted(unknown)}; it may have {', '.join(fields)}. To pass other "
+        "objects, use class_objects={name: object} or add_class_object(name, object) before the environment is created"
+    )
+
+
+def knows_all_arguments(function: Any, class_objects: Mapping[str, Any]) -> bool:
+    """Whether every argument of a function exists. One that is a misspelled field is refused.
+
+    Any other unknown argument may be the name of an object that is added later. It is refused when the rubric is used.
+    """
+    if not callable(function):
+        raise TypeError(f"a reward function must be callable, got {function!r}")
+    fields = (*ONE, *MANY, *class_objects)
+    unknown = _unknown(_parameters(function), fields)
+    if any(difflib.get_close_matches(name, fields, n=1, cutoff=_ALIKE) for name in unknown):
+        raise _unknown_error(name_of(function), unknown, fields)
+    return not unknown
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from verifiers.clients import load_endpoints
 from verifiers.envs.evaluation import make_dataset
@@ -21,11 +23,28 @@ __all__ = [
     "load_endpoints",
     "make_dataset",
     "print_results",
+    "quiet_datasets",
     "run_evaluation",
     "sanitize_metadata",
     "save_rollout_results",
     "save_to_disk",
 ]
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Within the block, the datasets package shows warnings only, and no progress bars."""
+    from datasets.utils import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled, logging
+
+    before, had_bars = logging.get_verbosity(), is_progress_bar_enabled()
+    logging.set_verbosity_warning()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if had_bars:
+            enable_progress_bar()
 
 
 async def run_evaluation(config: EvalConfig) -> Results:

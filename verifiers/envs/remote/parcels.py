@@ -12,6 +12,7 @@ import msgspec
 from verifiers.clients.protocol import Completion, Request
 from verifiers.envs.calling import Answerer
 from verifiers.errors import Error, InfraError, describe, ending_cause
+from verifiers.messages import make_readable
 from verifiers.rubrics.score import Score
 from verifiers.rubrics.shipping import LIVE
 from verifiers.store.plain import plain
@@ -40,6 +41,7 @@ def attached(fields: Mapping[str, Any], score: Mapping[str, Any] | None, answere
     state = State(fields)
     if reason := state.pop("_not_sampled", None):
         state.not_sampled = reason
+    make_readable(state)
     state["error"] = read_error(state.get("error"))
     if isinstance(used := state.get("usage"), Mapping):
         state["usage"] = read_usage(used) or used
