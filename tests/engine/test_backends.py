@@ -230,12 +230,13 @@ def test_attention_that_is_wrong_here_is_noticed_and_left_to_the_modules(monkeyp
         engine.close()
 
 
-def test_a_cache_that_is_wrong_is_noticed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest", [64, 1], ids=["always", "after-one-token"])
+def test_a_cache_that_is_wrong_is_noticed_and_not_used(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = unusual_model("LFM2")
     own = type(model).forward
 
     def forgetful(self: Any, *args: Any, past_key_values: Any = None, **more: Any) -> Any:
-        if past_key_values is not None:
+        if past_key_values is not None and past_key_values.get_seq_length() <= longest:
             more["position_ids"] = torch.zeros_like(more["input_ids"])
         return own(self, *args, past_key_values=past_key_values, **more)
 

@@ -25,6 +25,7 @@ from verifiers.kernels.cpu.build import find_compiler  # noqa: E402
 from verifiers.kernels.norms import HeadNorms  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
+from verifiers.trainers.setup import recompute_activations  # noqa: E402
 
 WITHIN = 1e-5
 WAY = Sampling(max_tokens=24, seed=1)
@@ -165,7 +166,7 @@ def test_autocast_leaves_the_norms_of_heads_to_their_modules() -> None:
 def test_packed_rows_that_are_computed_again_have_the_same_gradients() -> None:
     model = qwen3().train()
     _, kept = learned(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(model)
     _, again = learned(model)
     assert all(torch.equal(again[name], kept[name]) for name in kept)
 

@@ -17,6 +17,7 @@ from verifiers.trainers.learning import target_logprobs  # noqa: E402
 from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch  # noqa: E402
 from verifiers.trainers.sampling import Distribution  # noqa: E402
+from verifiers.trainers.setup import recompute_activations  # noqa: E402
 
 
 def batch_of(rows: int = 3, tokens: int = 9) -> MicroBatch:
@@ -65,9 +66,27 @@ def test_a_head_that_caps_its_logits_is_asked_whole() -> None:
 def test_layers_that_are_computed_again_learn_the_same() -> None:
     model = random_model().train()
     kept = learned(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(model)
     for one, other in zip(learned(model), kept, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+def test_layers_that_are_computed_again_keep_no_activations(family: str) -> None:
+    model = random_model(family).train()
+    model.config._attn_implementation = "sdpa"
+    scorer = TokenScorer(model)
+    assert scorer.layouts
+
+    def numbers_kept() -> int:
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: sizes.append(one.numel()) or one, lambda one: one):
+            scorer.logprobs(batch_of())
+        return sum(sizes)
+
+    kept = numbers_kept()
+    recompute_activations(model)
+    assert numbers_kept() < kept / 3
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Gemma2"])

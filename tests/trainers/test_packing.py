@@ -20,6 +20,7 @@ from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch, TrainSample, micro_batches  # noqa: E402
 from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
 from verifiers.trainers.reference import Reference  # noqa: E402
+from verifiers.trainers.setup import recompute_activations  # noqa: E402
 
 PACKED = (
     "Llama",
@@ -137,7 +138,7 @@ def test_layers_that_are_computed_again_are_packed_then_too(is_reentrant: bool, 
     model.config._attn_implementation = implementation
     scorer = TokenScorer(model)
     kept = learned(scorer, batch_of(scorer.layouts.longest_packed))
-    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    recompute_activations(model, use_reentrant=is_reentrant)
     if is_reentrant:
         model.enable_input_require_grads()
     again = learned(scorer, batch_of(scorer.layouts.longest_packed))

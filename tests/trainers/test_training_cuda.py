@@ -21,6 +21,7 @@ from verifiers.trainers.learning.logprobs import TokenScorer  # noqa: E402
 from verifiers.trainers.learning.micro_batches import MicroBatch, micro_batches  # noqa: E402
 from verifiers.trainers.learning.packing import PackedForward, Packing  # noqa: E402
 from verifiers.trainers.learning.proof import ANY_LENGTH  # noqa: E402
+from verifiers.trainers.setup import recompute_activations  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,7 +159,7 @@ def test_layers_that_are_computed_again_are_lean_then_too(is_reentrant: bool, mo
 
     model = on_card().train()
     _, plain = learned(model, fused=False)
-    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    recompute_activations(model, use_reentrant=is_reentrant)
     if is_reentrant:
         model.enable_input_require_grads()
     calls: list[int] = []
@@ -281,7 +282,7 @@ def test_packed_rows_that_are_computed_again(is_reentrant: bool, dtype: Any) -> 
     model = on_card(dtype=dtype).train()
     scorer = TokenScorer(model)
     kept = learned_in(scorer, packed_or_not(scorer.layouts.longest_packed))
-    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    recompute_activations(model, use_reentrant=is_reentrant)
     if is_reentrant:
         model.enable_input_require_grads()
     again = learned_in(scorer, packed_or_not(scorer.layouts.longest_packed))

@@ -181,13 +181,16 @@ def _unbatchable_layers(engine: Engine) -> int:
 
 
 def _replies(engine: Engine) -> list[Generated]:
-    """Run a batch of prompts (one of them twice), then second turns of some, and one that samples the pad token."""
+    """Run a batch of prompts, then second turns of some, and one that samples the pad token.
+
+    One prompt runs twice, and its first token alone: a cache may be wrong while it is shorter than a convolution.
+    """
     room = engine.length - 1
     new = min(NEW_TOKENS, max(1, room // 2))
     lengths = prove.prompt_lengths(engine.model.config, engine.length, new)
     asked = prove.prompts(engine.model.config, lengths)
     sampling = Sampling(max_tokens=new, temperature=TEMPERATURE)
-    sequences = [ActiveSequence(prompt, sampling, seed) for seed, prompt in enumerate([*asked, asked[1]])]
+    sequences = [ActiveSequence(prompt, sampling, seed) for seed, prompt in enumerate([*asked, asked[1], asked[1][:1]])]
     replies = _drive(engine, sequences)
     for first in replies[: 1 + len(asked) // 3]:
         turn = [*first.prompt_ids, *first.ids, *asked[0][:SECOND_TURN]]

@@ -58,10 +58,16 @@ def model_and_tokenizer(model: Any, tokenizer: Any, job: Job) -> tuple[Any, Any,
     if memory.told:
         logger.warning("to fit into %s: %s", device, ", ".join(memory.told))
     if memory.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
         # The hook on the embeddings is for reentrant checkpointing only, and models with hooks do not run in C.
         model.disable_input_require_grads()
     return model, tokenizer, memory
+
+
+def recompute_activations(model: Any, *, use_reentrant: bool = False) -> None:
+    """Enable gradient checkpointing, whose method has another name since transformers 5.23."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
 
 
 def _loaded(name: str | Path, job: Job) -> Any:

@@ -11,7 +11,7 @@ layers nor have a plain adapter are called as modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -58,6 +58,13 @@ class LearningLayer:
             more |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
             return type(self.layer).forward(self.layer, hidden_states, *args, **more)
         return self._run(hidden_states, position_embeddings)
+
+    def is_recomputed(self) -> bool:
+        """Whether gradient checkpointing computes this layer again in the backward pass."""
+        return self.layer.training and getattr(self.layer, "gradient_checkpointing", False)
+
+    def checkpointed_forward(self, *args: Any, **more: Any) -> Any:
+        return getattr(self.layer, CHECKPOINTING)(partial(self.forward, **more), *args)
 
     def _is_usual(self, hidden_states: Tensor, rotary: Any) -> bool:
         known, attention, packed = self.known, self.layer.self_attn, packing.current()
@@ -182,9 +189,14 @@ class DecoderTraining:
             if packed is not None:
                 stack.enter_context(packing.computing(self._configs, packed))
             if fused:
-                layers = [(one.layer, one.forward) for one in self.layers if not _is_watched(one.layer)]
+                layers = [one for one in self.layers if not _is_watched(one.layer)]
+                recomputed = {one.layer for one in layers if one.is_recomputed()}
+                stack.enter_context(_without_checkpointing(recomputed))
+                forwards = [
+                    (one.layer, one.checkpointed_forward if one.layer in recomputed else one.forward) for one in layers
+                ]
                 norms = [pair for pair in self._norms if "forward" not in vars(pair[0])]
-                stack.enter_context(replaced_forwards([*layers, *norms]))
+                stack.enter_context(replaced_forwards([*forwards, *norms]))
             stack.enter_context(self._replaced_checkpoints(packed, fused))
             yield
 
@@ -206,6 +218,19 @@ class DecoderTraining:
         finally:
             for one, own in replaced:
                 one.__dict__[CHECKPOINTING] = own
+
+
+@contextmanager
+def _without_checkpointing(layers: Collection[Any]) -> Iterator[None]:
+    """Keep transformers from checkpointing these layers within the block. Since 5.23 it does so in the layer's own
+    forward, before that around it."""
+    try:
+        for layer in layers:
+            layer.__dict__["gradient_checkpointing"] = False
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__["gradient_checkpointing"] = True
 
 
 def _is_watched(layer: Any) -> bool:
