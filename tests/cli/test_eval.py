@@ -191,7 +191,17 @@ def test_a_run_made_differently_is_not_resumed(run, toy):
     (saved,) = Path("outputs/evals/toy-env--fake").iterdir()
     shown = run("eval", "toy-env", "-p", "mine", "-m", "fake", "-r", "1", "--resume", str(saved), code=2).stderr
     assert "this run was made with" in shown
-    assert "contains no saved run" in run("eval", "toy-env", "-p", "mine", "-m", "fake", "--resume", "x", code=2).stderr
+    assert "no run 'x'" in run("eval", "toy-env", "-p", "mine", "-m", "fake", "--resume", "x", code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["last", "the id", "the folder of its id"])
+def test_a_run_is_resumed_by_its_id_or_as_the_last_one_like_everywhere_else(run, toy, name):
+    words = ["eval", "toy-env", "-p", "mine", "-m", "fake"]
+    run(*words)
+    (saved,) = Path("outputs/evals/toy-env--fake").iterdir()
+    found = {"last": "last", "the id": saved.name[:4], "the folder of its id": str(saved.parent)}[name]
+    assert f"saved in {saved}" in run(*words, "--resume", found).stdout
+    assert [*saved.parent.iterdir()] == [saved]
 
 
 def test_state_columns_are_saved(run, toy):

@@ -205,7 +205,9 @@ def test_a_configuration_of_deepspeeds_that_does_not_fit_is_known_before_the_mod
         check_settings(vf.SFTConfig(batch_size=8), processes)
 
 
-@pytest.mark.parametrize("words", [("serve", "./broken"), ("env-serve", "no-such-environment")])
+@pytest.mark.parametrize(
+    "words", [("serve", "./broken"), ("tinker-serve", "./broken"), ("env-serve", "no-such-environment")]
+)
 def test_a_port_in_use_is_heard_of_before_anything_is_loaded(run, broken, folder, port, words):
     said = run(*words, "--port", port, code=1).stderr
     check_refused(said, f"cannot listen on 127.0.0.1:{port}: Address already in use", folder)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from tests.clients.scripted import CHAT, KEY, Server, ask, break_off, drip, drop, echo_key, hurry, run
 from verifiers import errors
+from verifiers.clients.fake_server import FakeServer
 from verifiers.clients.http import HTTPClient
 from verifiers.errors import describe
 
@@ -493,3 +494,14 @@ def test_a_refusal_is_told_in_the_servers_own_words_before_any_address() -> None
     outcome, _, _ = run(complete((400, body), max_retries=0))
     assert str(outcome).startswith("400 Bad Request: You exceeded your quota. (insufficient_quota) (POST http://")
     assert "{" not in str(outcome)
+
+
+def test_a_refusal_for_want_of_a_key_says_that_none_was_sent() -> None:
+    def refused(api_key: str | None, headers: dict[str, str] | None = None) -> str:
+        with FakeServer("4", api_key="sk-right") as server, pytest.raises(errors.RequestRefusedError) as raised:
+            run(HTTPClient(server.url, api_key, headers=headers).complete(ask()))
+        return str(raised.value)
+
+    assert "no key was sent" in refused(None)
+    assert "no key was sent" not in refused("sk-wrong")
+    assert "no key was sent" not in refused(None, {"api-key": "sk-wrong"})

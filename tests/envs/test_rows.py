@@ -45,6 +45,12 @@ def array(folder: Path) -> Path:
     return path
 
 
+def table(folder: Path) -> Path:
+    path = folder / "data.csv"
+    path.write_bytes('\ufeffquestion,answer\r\n"2+2?",4\r\n\r\n3+3?,6\r\n'.encode())  # as a spreadsheet saves it
+    return path
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -61,6 +67,7 @@ def array(folder: Path) -> Path:
         jsonl,
         parquet,
         array,
+        table,
         lambda folder: str(jsonl(folder)),
     ],
 )
@@ -109,6 +116,20 @@ def test_a_data_set_that_cannot_work_is_refused_when_the_environment_is_built(da
         env(dataset)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("question,answer\n2+2?\n", ":2 has 1 values for 2 columns"),
+        ("question,question\n2+2?,4\n", ":1 names a column twice"),
+        ('question,answer\n"2+2?"x,4\n', ":2 is not CSV"),
+    ],
+)
+def test_a_csv_file_with_a_mistake_is_refused_with_its_line(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"broken\.csv{words}"):
+        len(env(tmp_path / "broken.csv").get_dataset())
+
+
 def test_a_file_that_is_not_there_or_not_readable_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         env("nowhere.jsonl")
@@ -116,9 +137,9 @@ def test_a_file_that_is_not_there_or_not_readable_is_named(tmp_path: Path) -> No
     broken.write_text('{"question": "x"}\n{"question": ')
     with pytest.raises(ValueError, match=r"broken\.jsonl:2 is not JSON"):
         len(env(broken).get_dataset())
-    other = tmp_path / "data.csv"
-    other.write_text("question\nx\n")
-    with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
+    other = tmp_path / "data.xml"
+    other.write_text("<question>x</question>")
+    with pytest.raises(ValueError, match=r"data\.xml.*\.jsonl"):
         len(env(other).get_dataset())
 
 

@@ -20,6 +20,7 @@ from verifiers.cli.defaults import Defaults, read_defaults
 from verifiers.cli.environments import complete_environments, explained, load, split_path
 from verifiers.cli.eval_file import read_evals
 from verifiers.cli.flags import Flags, eval_options
+from verifiers.cli.runs import find_run
 from verifiers.cli.tables import fitted, some, table
 from verifiers.cli.telling import told
 
@@ -57,8 +58,10 @@ def eval_command(ctx: click.Context, /, **given: Any) -> None:
         if given["no_interleave_scoring"]:
             warnings.warn("-N has no effect: each rollout is scored as soon as it is generated", stacklevel=2)
         evaluations = _evaluations(ctx, given)
-        if len(evaluations) > 1 and given["resume"] is not None:
-            raise click.UsageError("--resume continues one run; pass only its environment and its model")
+        if given["resume"] is not None:
+            if len(evaluations) > 1:
+                raise click.UsageError("--resume continues one run; pass only its environment and its model")
+            evaluations[0]["resume"] = str(find_run(given["resume"]).path)
         prepared = [
             _prepare(Flags(**{**given, "model": None, **values}), values) for values in evaluations
         ]  # prepare all before any of them costs money
@@ -165,14 +168,11 @@ def _load(flags: Flags) -> tuple[Environment, Defaults]:
 
 def _check_saving(flags: Flags) -> None:
     from verifiers.envs.loading import is_url
-    from verifiers.store import is_run_dir
 
     if flags.record and (flags.workers is not None or is_url(flags.env_id)):
         raise click.UsageError(
             "--record saves the replies of judges in this process; with --workers or a URL they run elsewhere"
         )
-    if flags.resume is not None and not is_run_dir(flags.resume):
-        raise click.UsageError(f"--resume {flags.resume}: this folder contains no saved run")
     if flags.save_results or flags.resume is not None:
         return
     if flags.record:

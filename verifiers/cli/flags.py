@@ -21,6 +21,7 @@ from verifiers.cli.arguments import (
 )
 from verifiers.cli.defaults import Defaults
 from verifiers.cli.environments import env_dir_option
+from verifiers.cli.runs import complete_runs
 
 ABOVE_0 = Integer(min=1)
 SECONDS = Number(min=0, min_open=True)
@@ -224,7 +225,12 @@ OPTIONS: list[Callable[..., Any]] = [
         default=True,
         help="Save each rollout under outputs/evals when it is done (default); --no-save saves nothing.",
     ),
-    click.option("--resume", metavar="PATH", help="Continue a saved run: run missing and failed rollouts."),
+    click.option(
+        "--resume",
+        metavar="RUN",
+        shell_complete=complete_runs,
+        help="Continue a saved run (its folder, the start of its id, last): run missing and failed rollouts.",
+    ),
     click.option("--record", is_flag=True, help="Also save the replies of judges, for vf replay."),
     click.option(
         "-C",

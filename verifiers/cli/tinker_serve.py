@@ -9,6 +9,7 @@ import click
 
 from verifiers.cli.answering import BUNDLED, LOCAL, check_local
 from verifiers.cli.arguments import Integer
+from verifiers.cli.serve import check_port
 from verifiers.logs import setup_logging
 
 
@@ -56,6 +57,7 @@ def tinker_serve(
     check_local(model)
     if missing := [one for one in ("peft", "google.protobuf") if not _has(one)]:
         raise click.ClickException(f"{missing[0]} is not installed: pip install 'verifiers[tinker]'")
+    check_port(host, port)
     setup_logging("WARNING")
     click.echo(f"loading {model}", err=True)
     from verifiers.integrations.tinker import server as tinker

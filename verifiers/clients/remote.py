@@ -38,6 +38,7 @@ logger = logging.getLogger("verifiers.clients")
 
 DOWN_AFTER_S = 120.0
 SHOWN_CHARS = 500
+NO_KEY_SENT = "no key was sent: pass api_key=, or on the command line -k with the name of its variable"
 _READ_CHARS = 65536  # of an error's body
 
 
@@ -240,7 +241,9 @@ class RemoteClient(OpenAILooks):
 
     def _say(self, failure: Failure, call: Call) -> str:
         text = self._shown(failure.text, call)
-        return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
+        text = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
+        is_keyless = failure.is_unauthorized and not secrets_in(call.headers, [call.url])
+        return f"{text} ({NO_KEY_SENT})" if is_keyless else text
 
 
 def _text(body: bytes) -> str:

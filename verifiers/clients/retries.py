@@ -42,6 +42,7 @@ class Failure:
     is_final: bool = False
     is_overload: bool = False
     is_access: bool = False  # the key or the model is refused, so every other request will be too
+    is_unauthorized: bool = False  # 401: the key is wrong, or none was sent
     is_costly: bool = False  # the attempt took the whole timeout or reply size, so retry rarely
     retry_after_s: float | None = None
 
@@ -96,7 +97,13 @@ def status_failure(status: int, headers: Mapping[str, str], body: str) -> Failur
     elif status >= 500 or status in _ASK_AGAIN or headers.get("x-should-retry") == "true":
         error = ServerError
     else:
-        return Failure(error=RequestRefusedError, text=text, is_final=True, is_access=is_access(status, body))
+        return Failure(
+            error=RequestRefusedError,
+            text=text,
+            is_final=True,
+            is_access=is_access(status, body),
+            is_unauthorized=status == 401,
+        )
     return Failure(
         error=error,
         text=text,

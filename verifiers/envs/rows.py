@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,7 +258,7 @@ def _load(source: Any) -> Sequence[Any]:
         return source if isinstance(source, list) else _drained(source)
     raise TypeError(
         f"a dataset must be a list of dicts, a Dataset, a generator, a callable that returns one, or a path to a "
-        f".jsonl or .parquet file; got {type(source).__name__}"
+        f".jsonl, .csv or .parquet file; got {type(source).__name__}"
     )
 
 
@@ -288,8 +289,10 @@ def _load_file(path: Path) -> Sequence[Any]:
         return list(parquet.read_table(path).to_pylist())
     if path.suffix == ".json":
         return _load(msgspec.json.decode(path.read_bytes()))
+    if path.suffix == ".csv":
+        return _load_csv(path)
     if path.suffix != ".jsonl":
-        raise ValueError(f"cannot read {path.name!r} as a dataset: use .jsonl, .json or .parquet")
+        raise ValueError(f"cannot read {path.name!r} as a dataset: use .jsonl, .json, .csv or .parquet")
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
@@ -297,6 +300,23 @@ def _load_file(path: Path) -> Sequence[Any]:
                 rows.append(msgspec.json.decode(line))
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path}:{number} is not JSON: {error}") from None
+    return rows
+
+
+def _load_csv(path: Path) -> list[Row]:
+    """Rows of text by the names in the first line; spreadsheets begin the file with a byte order mark."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names, rows = next(reader, []), []
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path}:1 names a column twice: {', '.join(names)}")
+            for values in filter(None, reader):
+                if len(values) != len(names):
+                    raise ValueError(f"{path}:{reader.line_num} has {len(values)} values for {len(names)} columns")
+                rows.append(dict(zip(names, values, strict=True)))
+        except csv.Error as error:
+            raise ValueError(f"{path}:{reader.line_num} is not CSV: {error}") from None
     return rows
 
 
