@@ -802,3 +802,25 @@ def test_a_model_that_was_evaluated_by_plain_code_is_freed_with_its_last_user() 
         gc.collect()
         time.sleep(0.01)
     assert [one() for one in held] == [None] * 3
+
+
+RUNNING_TORCH_AT_EXIT = """
+import torch
+import verifiers as vf
+
+def forever(completion):
+    some = torch.ones(300, 300)
+    while True:
+        some @ some
+
+env = vf.SingleTurnEnv(dataset=[{"question": "?", "answer": ""}], rubric=vf.Rubric([forever]))
+results = env.evaluate(client=vf.FakeClient("e"), model="fake", reward_timeout_s=2.0, use_tqdm=False)
+print(len(results.failed))
+"""
+
+
+def test_a_function_that_is_inside_torch_when_python_exits_does_not_abort_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNING_TORCH_AT_EXIT], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

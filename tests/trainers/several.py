@@ -50,6 +50,13 @@ def online(folder: Path, processes: int, **kwargs: Any) -> Any:
     return making.trainer(folder, **{**given, **kwargs})
 
 
+def same_prompts(folder: Path, processes: int) -> Any:
+    """All rows have the same prompt."""
+    rows = [{"question": "say it", "answer": str(i)} for i in range(16)]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([making.share_of_e]))
+    return online(folder, processes, env=env, eval_steps=None, max_steps=1, log_rollouts=16)
+
+
 class Prepared(vf.GRPOTrainer):
     """As the documents have it: Accelerate wraps the model once more."""
 
@@ -215,6 +222,7 @@ def _rank() -> int:
 
 MADE = {
     "online": online,
+    "same_prompts": same_prompts,
     "prepared": prepared,
     "adapters": adapters,
     "batch_wide": batch_wide,

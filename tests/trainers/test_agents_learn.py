@@ -35,7 +35,7 @@ def agent_env(run: Any = streaming_agent, **kwargs: Any) -> vf.AgentEnv:
 
 
 def test_an_agent_of_the_openai_sdk_is_trained_without_a_changed_line_and_its_reward_goes_up(tmp_path: Path) -> None:
-    trainer = making.trainer(tmp_path, env=agent_env(), learning_rate=0.03, max_steps=8)
+    trainer = making.trainer(tmp_path, env=agent_env(), learning_rate=0.03, max_steps=12)
     report = trainer.train()
     rewards = report.rewards
     for step in report.steps:  # on-policy: what was learned from is what was sampled

@@ -34,7 +34,7 @@ KNOBS: dict[str, list[Any]] = {
     "importance_sampling_clip_min": [None, 0.8],
     "importance_sampling_clip_max": [1.3],
     "entropy_coef": [0.0, 0.3, -0.2],
-    "top_entropy_quantile": [1.0, 0.4],
+    "top_entropy_quantile": [1.0, 0.37],
     "kl_coef": [0.0, 0.2],
     "mask_truncated_completions": [False, True],
     "temperature": [1.0, 0.7],

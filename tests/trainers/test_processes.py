@@ -94,6 +94,17 @@ def test_two_processes_of_torchrun_make_the_update_of_one_and_tell_of_all_rollou
     assert len(rows) == 4  # of both processes, not of one
 
 
+def test_rows_with_the_same_prompt_in_two_processes_get_rollouts_of_their_own_as_in_one(tmp_path):
+    first, _ = launch(tmp_path / "two", TORCHRUN, "same_prompts")
+    check_same_update(alone(tmp_path / "one", "same_prompts"), first["same_prompts"])
+    replies = []
+    for run in ("one", "two"):
+        lines = (tmp_path / run / "same_prompts" / "run" / "results.jsonl").read_text().splitlines()
+        replies.append(sorted(record["completion"][-1]["content"] for record in map(json.loads, lines)))
+    assert replies[0] == replies[1]
+    assert len(set(replies[1])) == len(replies[1]) == 16
+
+
 AT_EXIT = """
 import atexit, sys
 import torch.distributed as dist

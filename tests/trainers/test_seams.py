@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("accelerate")
 
 import verifiers as vf  # noqa: E402
 from tests.engine import tiny  # noqa: E402
-from tests.trainers import making  # noqa: E402
+from tests.trainers import making, several  # noqa: E402
 from verifiers import store  # noqa: E402
 from verifiers.trainers.learning.micro_batches import micro_batches  # noqa: E402
 
@@ -555,6 +556,23 @@ def test_a_training_that_stopped_within_a_generation_goes_on_as_if_it_had_not(tm
             assert one["advantages"] == other["advantages"]
             steps = [[step for state in batch.states for step in state["trajectory"]] for batch in (one, other)]
             assert len({store.encode([step["tokens"] for step in some]) for some in steps}) == 1
+
+
+@pytest.mark.parametrize("further", [{}, {"is_truncated": [False] * 16}, {"info": [{"n": i} for i in range(16)]}])
+def test_saved_rollouts_go_on_within_a_generation_as_if_the_training_had_not_stopped(tmp_path, caplog, further):
+    settings = {"steps_per_generation": 3, "batch_size": 8, "save_steps": 1, "advantage": "reinforce_plus_plus"}
+
+    def losses(folder: Path, steps: int, **how: Any) -> list[float]:
+        tokenizer, saved = tiny.tokenizer(), several.saved_rollouts() | further
+        config = making.config(folder, max_steps=steps, **settings)
+        made = vf.GRPOTrainer(model=tiny.model(tokenizer), tokenizer=tokenizer, dataset=saved, config=config)
+        return [step["loss"] for step in made.train(**how).steps]
+
+    whole = losses(tmp_path / "whole", 6)
+    for stop in (1, 2, 4):
+        losses(tmp_path / f"{stop}", stop)
+        assert losses(tmp_path / f"{stop}", 6, resume=True) == whole
+    assert not caplog.messages
 
 
 def test_the_reward_of_all_that_was_sampled_is_of_the_rollouts_of_the_step_itself(tmp_path):

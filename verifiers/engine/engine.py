@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 
+from verifiers.clients.asking_for import asked_for
 from verifiers.engine.backends import BATCHED, CPU, MODULES, SEQUENTIAL, Backend, choose_backend
 from verifiers.engine.block_manager import BlockManager, blocks_for
 from verifiers.engine.cuda_runner import CudaDecoder
@@ -175,7 +176,7 @@ class Engine:
         tokens = check_tokens(tuple(prompt_ids), self.vocabulary)
         if sampling.logit_bias:
             check_tokens(tuple(sampling.logit_bias), self.vocabulary)
-        first = sampling.seed if sampling.seed is not None else self._seeds.draw(tokens)
+        first = sampling.seed if sampling.seed is not None else self._seeds.draw(tokens, asked_for())
         prompt = list(tokens)
         callbacks = list(on_token) if isinstance(on_token, Sequence) else [on_token] * n
         sequences = [ActiveSequence(prompt, sampling, (first + i) % (1 << 63), callbacks[i]) for i in range(n)]
@@ -206,8 +207,8 @@ class Engine:
         return [future.result() for future in futures]
 
     def reseed(self, seed: int) -> None:
-        """Derive the seed of each later request that has none from this number, its prompt, and how often that prompt
-        was submitted. Replies then do not depend on the order of arrival."""
+        """Derive the seed of each later request that has none from this number, its rollout, its prompt, and how often
+        that rollout submitted the prompt. Replies then do not depend on the order of arrival."""
         with self._wake:
             self._seeds = Seeds(seed)
 

@@ -310,10 +310,15 @@ class Finished(NamedTuple):
 
 
 class Seeds:
-    """Seeds for requests that have none: random, or a hash of ``seed``, the prompt, and the prompt's earlier uses.
+    """Seeds for requests that have none: random, or a hash of ``seed``, the rollout, the prompt, and how often that
+    rollout used the prompt before.
+
+    So processes with the same ``seed`` and different rollouts draw different seeds for the same prompt.
 
     >>> first, second = Seeds(7), Seeds(7)
     >>> first.draw([1]) == second.draw([1]) != first.draw([1])
+    True
+    >>> first.draw([1], "3#0") == second.draw([1], "3#0") != second.draw([1], "3#1")
     True
     """
 
@@ -321,12 +326,12 @@ class Seeds:
         self._key = None if seed is None else seed.to_bytes(16, "little", signed=True)
         self._asked: defaultdict[bytes, count[int]] = defaultdict(count)
 
-    def draw(self, prompt_ids: Sequence[int]) -> int:
+    def draw(self, prompt_ids: Sequence[int], rollout: str | None = None) -> int:
         if self._key is None:
             return randbits(62)
-        prompt = _digest(tuple(prompt_ids))
-        times = next(self._asked[prompt])
-        digest = blake2b(prompt + times.to_bytes(8, "little"), key=self._key, digest_size=8).digest()
+        asked = _digest(tuple(prompt_ids)) + (rollout or "").encode()
+        times = next(self._asked[asked])
+        digest = blake2b(times.to_bytes(8, "little") + asked, key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
 
