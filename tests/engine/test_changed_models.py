@@ -375,3 +375,29 @@ def test_rotary_scales_that_are_changed_are_sampled_with_where_angles_depend_on_
         assert_as_now(model, engine)
     finally:
         engine.close()
+
+
+def test_positions_of_images_in_the_owners_own_forward_do_not_shift_those_of_a_text() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "max_position_embeddings": 256, "initializer_range": 0.3, "pad_token_id": 0,
+    }  # fmt: skip
+    images = {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 7, "intermediate_size": 24
+    }  # fmt: skip
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=images, image_token_id=90, video_token_id=91)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    engine = Engine(model, rows=4, length=128)
+    try:
+        assert_as_now(model, engine)
+        with engine.lock:
+            model.model.rope_deltas = torch.tensor([[-7]])  # as its forward over an image leaves it
+        assert_as_now(model, engine)
+        assert model.model.rope_deltas.item() == -7
+    finally:
+        engine.close()
