@@ -68,6 +68,17 @@ FORMS = {
     "minimax-m1": (
         "{{ '<tool_calls>\n' }}{% for c in calls %}{{ (c | tojson) + '\n' }}{% endfor %}{{ '</tool_calls>' }}"
     ),
+    "gemma4": (
+        "{% macro g(v) %}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}{% elif v is mapping %}{{ '{' }}"
+        "{% for k, x in v | items %}{{ k + ':' + g(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+        "{% elif v is sequence %}{{ '[' }}{% for x in v %}{{ g(x) }}{{ ',' if not loop.last }}{% endfor %}{{ ']' }}"
+        "{% elif v is none %}None{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+        "{% for c in calls %}{{ '<|tool_call>call:' + c.name + g(c.arguments) + '<tool_call|>' }}{% endfor %}"
+    ),
+    "gpt-oss": (
+        "{% for c in calls %}{{ '<|start|>assistant' if not loop.first }}{{ ' to=functions.' + c.name "
+        "+ '<|channel|>commentary json<|message|>' + (c.arguments | tojson) + '<|call|>' }}{% endfor %}"
+    ),
     "mistral-3.2": (
         "{% for c in calls %}{{ '[TOOL_CALLS]' + c.name + '[CALL_ID]123456789[ARGS]' + (c.arguments | tojson) }}"
         "{% endfor %}"
@@ -90,9 +101,10 @@ ASKED = [{"role": "user", "content": "hello"}]
 # Without the tags themselves: no form escapes them.
 plain_text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"), exclude_characters="<>`|｜[]"))
 texts = st.one_of(plain_text, st.sampled_from(["5", "true", "null", "{}", "a\nb", "\n", "</div><a>", "'\"\\"]))
+keys = st.text("abcXYZ_05é", min_size=1)  # Gemma 4 writes them without quotes
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | texts,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(plain_text, inner, max_size=2),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=2),
     max_leaves=4,
 )
 arguments = st.fixed_dictionaries(
@@ -103,7 +115,7 @@ arguments = st.fixed_dictionaries(
         "share": st.floats(allow_nan=False, allow_infinity=False),
         "is_on": st.booleans(),
         "list": st.lists(values, max_size=3),
-        "more": st.dictionaries(plain_text, values, max_size=3),
+        "more": st.dictionaries(keys, values, max_size=3),
         "maybe": st.none() | plain_text.filter(lambda text: text.strip() not in ("null", "None")),
     },
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ _NAMED = (
     ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 )
 _DSML = "｜DSML｜"  # DeepSeek's prefix of every element
+_GEMMA, _QUOTE = "call:", '<|"|>'
+_BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
+_BARE_NONE = re.compile(r"(?<=[\[,:])None(?=[\],}])")
 _FENCE = "```"
 
 
@@ -51,7 +55,7 @@ def calls_between(text: str, tools: Tools | None) -> Found | None:
     for call, argument in zip(_CALLS, _ARGUMENTS, strict=True):
         if text.startswith(call[0]):
             return _element_calls(text, call, argument, tools)
-    return _pair_call(text, tools)
+    return _gemma_calls(text) if text.startswith(_GEMMA) else _pair_call(text, tools)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -132,6 +136,18 @@ def _named_calls(text: str, marks: Sequence[str]) -> Found | None:
             return None
         found.append(call)
     return found
+
+
+def _gemma_calls(text: str) -> Found | None:
+    """``call:name{key:value}`` with keys without quotes, and texts within quotes of a special token (Gemma 4)."""
+    name, brace, written = text.removeprefix(_GEMMA).partition("{")
+    parts = (brace + written).split(_QUOTE)
+    for i in range(0, len(parts), 2):  # outside of quotes
+        parts[i] = _BARE_NONE.sub("null", _BARE_KEY.sub(r'\1"\2":', parts[i]))
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    arguments, end = value_at(joined := "".join(parts), 0)
+    call = call_of({"name": name.strip(), "arguments": arguments})
+    return [call] if call is not None and skip(joined, end) == len(joined) else None
 
 
 # --- arguments as text ------------------------------------------------------------------------------------------------

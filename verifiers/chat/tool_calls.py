@@ -13,7 +13,7 @@ from verifiers.chat.call_syntax import Found, Tools, call_of, calls_between, cal
 
 Style = Literal[
     "hermes", "llama3", "mistral", "minimax", "seed", "deepseek", "deepseek-v3.2", "deepseek-v4", "kimi", "cohere",
-    "nemotron", "calls", "phi4",
+    "nemotron", "calls", "phi4", "gemma4", "harmony",
 ]  # fmt: skip
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # What opens and closes one or more calls within text.
@@ -28,8 +28,11 @@ TAGS: dict[Style, tuple[str, str]] = {
     "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
     "calls": ("<tool_calls>", "</tool_calls>"),
     "phi4": ("<|tool_call|>", "<|/tool_call|>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>"),
     "hermes": (OPEN, CLOSE),
 }
+HARMONY, HARMONY_MESSAGE = "to=functions", "<|message|>"
+_HARMONY_START, _HARMONY_ENDS = "<|start|>", ("<|call|>", "<|end|>")
 MISTRAL, MISTRAL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 LLAMA_TAG = "<|python_tag|>"
 ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -53,6 +56,8 @@ def style_of(template: str) -> Style:
     """
     if MISTRAL in template:
         return "mistral"
+    if HARMONY in template:
+        return "harmony"
     tagged = next((style for style, (opening, _) in TAGS.items() if opening in template), None)
     if tagged is not None:
         return tagged
@@ -76,7 +81,7 @@ def parse(text: str, style: Style, *, tools: Tools | None = None, salt: str = ""
     if style in TAGS:
         content, found = _tagged(text, tools, *TAGS[style])
     else:
-        content, found = (_llama3 if style == "llama3" else _mistral)(text, tools)
+        content, found = {"llama3": _llama3, "mistral": _mistral, "harmony": _harmony}[style](text, tools)
     if not found:
         return Reply(text, [])
     seal = f"{salt}\0{text}"
@@ -167,6 +172,28 @@ def _mistral(text: str, tools: Tools | None) -> tuple[str, Found]:
             return text, []
         found.append(call)
     return before, found
+
+
+def _harmony(text: str, tools: Tools | None) -> tuple[str, Found]:
+    """Messages to ``functions.name`` with JSON arguments, among messages of other channels (gpt-oss).
+
+    A message to ``functions`` itself is a whole call as JSON, as a forced call is.
+    """
+    outside: list[str] = []
+    found: Found = []
+    for message in text.split(_HARMONY_START):
+        header, _, body = message.partition(HARMONY_MESSAGE)
+        words = header.partition(HARMONY)[2].replace("<", " ").split(maxsplit=1)
+        name = words[0].removeprefix(".") if words and header.partition(HARMONY)[2][:1] == "." else ""
+        for end in _HARMONY_ENDS:
+            body = body.removesuffix(end)
+        value, end_at = value_at(body, 0)
+        call = call_of({"name": name, "arguments": value} if name else value)
+        if HARMONY in header and call is not None and value is not None and skip(body, end_at) == len(body):
+            found.append(call)
+        else:
+            outside.append(message)
+    return _HARMONY_START.join(outside), found
 
 
 def shown_length(text: str, style: Style) -> int:
