@@ -13,7 +13,7 @@ from verifiers.chat.call_syntax import Found, Tools, call_of, calls_between, cal
 
 Style = Literal[
     "hermes", "llama3", "mistral", "minimax", "seed", "deepseek", "deepseek-v3.2", "deepseek-v4", "kimi", "cohere",
-    "nemotron", "calls", "phi4", "gemma4", "harmony",
+    "nemotron", "calls", "gemma4", "harmony",
 ]  # fmt: skip
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # What opens and closes one or more calls within text.
@@ -27,7 +27,6 @@ TAGS: dict[Style, tuple[str, str]] = {
     "cohere": ("<|START_ACTION|>", "<|END_ACTION|>"),
     "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
     "calls": ("<tool_calls>", "</tool_calls>"),
-    "phi4": ("<|tool_call|>", "<|/tool_call|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>"),
     "hermes": (OPEN, CLOSE),
 }
@@ -161,7 +160,7 @@ def _mistral(text: str, tools: Tools | None) -> tuple[str, Found]:
         calls = calls_between(body, tools)
         return (before, calls) if calls else (text, [])
     found: Found = []
-    for part in body.split(MISTRAL):
+    for part in _parts(body, MISTRAL):
         brace = part.find("{")
         if brace < 0:
             return text, []
@@ -172,6 +171,15 @@ def _mistral(text: str, tools: Tools | None) -> tuple[str, Found]:
             return text, []
         found.append(call)
     return before, found
+
+
+def _parts(text: str, mark: str) -> Iterator[str]:
+    """Like `str.split`, one part at a time: a reply is text as soon as one part is not a call."""
+    at = 0
+    while (end := text.find(mark, at)) >= 0:
+        yield text[at:end]
+        at = end + len(mark)
+    yield text[at:]
 
 
 def _harmony(text: str, tools: Tools | None) -> tuple[str, Found]:
