@@ -66,8 +66,8 @@ def test_llama_calls_may_follow_one_another_and_have_a_tag() -> None:
 
 def test_a_json_reply_that_names_no_tool_is_no_call() -> None:
     text = '{"name": "Ada", "parameters": {}}'
-    assert parse(text, "llama3", names=["add"]) == (text, [])
-    assert parse(text.replace("Ada", "add"), "llama3", names=["add"]).calls
+    assert parse(text, "llama3", tools={"add": None}) == (text, [])
+    assert parse(text.replace("Ada", "add"), "llama3", tools={"add": None}).calls
     assert parse(WRITTEN["llama3"] + " and so on", "llama3").calls == []
 
 

@@ -296,3 +296,108 @@ def test_an_adapter_that_is_switched_off_in_one_layer_makes_what_was_kept_void()
         assert_as_now(model, engine)
     finally:
         engine.close()
+
+
+INVOCATION = [50, 51]
+
+
+def _adapted(**more: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.set_num_threads(1)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more
+    )
+    return peft.get_peft_model(random_model("Llama"), settings).eval()
+
+
+def test_an_adapter_that_applies_from_certain_tokens_on_applies_after_them_only() -> None:
+    model = _adapted(alora_invocation_tokens=INVOCATION)
+    engine = Engine(model, rows=4, length=128)
+    prompts = [*PROMPTS, [*PROMPTS[1], *INVOCATION, 7], [*PROMPTS[2][:20], *INVOCATION, *PROMPTS[2]]]
+    try:
+        assert "aLoRA" in engine.backend.why
+        for answer in engine.generate(prompts, WAY):
+            with engine.lock:
+                assert_exact(model, answer, WAY)
+    finally:
+        engine.close()
+
+
+def test_an_adapter_that_applies_from_certain_tokens_on_is_refused_where_its_engine_was_made_without_it() -> None:
+    peft = pytest.importorskip("peft")
+    model = _adapted()
+    engine = Engine(model, rows=4, length=128)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], alora_invocation_tokens=INVOCATION, task_type="CAUSAL_LM"
+    )
+    try:
+        with engine.lock:
+            model.add_adapter("later", settings)
+            model.set_adapter("later")
+        with pytest.raises(InfraError, match=r"applies from tokens \[50, 51\] on.*create a new"):
+            engine.generate(PROMPTS, WAY)
+        with engine.lock:
+            model.set_adapter("default")
+        assert_as_now(model, engine)
+    finally:
+        engine.close()
+
+
+def test_a_hook_on_all_modules_of_the_process_is_heard_while_it_is_there(made: Any) -> None:
+    model, engine = made
+    gates = {layer.mlp.gate_proj for layer in model.model.layers}
+    everywhere = torch.nn.modules.module.register_module_forward_hook
+    hook = everywhere(lambda module, given, out: out * 1.5 if module in gates else None)
+    try:
+        assert_as_now(model, engine)
+    finally:
+        hook.remove()
+    assert_as_now(model, engine)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_scales_that_are_changed_are_sampled_with_where_angles_depend_on_the_length(rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 6.0]}
+        rope |= {**factors, "original_max_position_embeddings": 128}
+    model = random_model("Llama", rope_parameters=rope)
+    engine = Engine(model, rows=4, length=128)
+    rotary = model.model.rotary_emb
+    try:
+        assert_as_now(model, engine)
+        with engine.lock:
+            rotary.attention_scaling = 0.5
+        assert_as_now(model, engine)
+        with engine.lock, torch.no_grad():
+            rotary.original_inv_freq.mul_(0.5)
+            rotary.inv_freq.mul_(0.5)
+        assert_as_now(model, engine)
+    finally:
+        engine.close()
+
+
+def test_positions_of_images_in_the_owners_own_forward_do_not_shift_those_of_a_text() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "max_position_embeddings": 256, "initializer_range": 0.3, "pad_token_id": 0,
+    }  # fmt: skip
+    images = {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 7, "intermediate_size": 24
+    }  # fmt: skip
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=images, image_token_id=90, video_token_id=91)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    engine = Engine(model, rows=4, length=128)
+    try:
+        assert_as_now(model, engine)
+        with engine.lock:
+            model.model.rope_deltas = torch.tensor([[-7]])  # as its forward over an image leaves it
+        assert_as_now(model, engine)
+        assert model.model.rope_deltas.item() == -7
+    finally:
+        engine.close()

@@ -293,6 +293,42 @@ def test_with_tools_a_stream_adds_up_to_the_text_beside_the_calls(said: str, is_
     assert whole.message["content"] is None or '"a": 1' not in whole.message["content"]
 
 
+XML_CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_call_in_elements_arrives_whole_in_a_stream_with_the_types_of_its_schema(is_special: bool) -> None:
+    loop = "{% for c in m.tool_calls or [] %}"
+    before, _, after = tiny.HERMES.partition(loop)
+    tokenizer = tiny.tokenizer(before + XML_CALLS + after.partition("{% endfor %}")[2])
+    if is_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    module = tiny.model(tokenizer)
+    script = tiny.Scripted(module)
+    schema = {"type": "object", "properties": {"code": {"type": "string"}, "count": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "run", "parameters": schema}}
+    asked = chat(tools=[tool], temperature=0, max_tokens=250)
+    arguments = "<parameter=code>\n12\n</parameter>\n<parameter=count>\n12\n</parameter>\n"
+    said = f"Let me see. <tool_call>\n<function=run>\n{arguments}</function>\n</tool_call><|im_end|>"
+
+    async def both(local: LocalModel) -> tuple[Any, Any]:
+        script.say(tokenizer.encode(said), after=len(await local.prompt_ids(asked)))
+        return await local.complete(asked), [piece async for piece in await local.stream(asked)]
+
+    with LocalModel(module, tokenizer, rows=2) as local:
+        whole, pieces = asyncio.run(both(local))
+    assert [call["function"] for call in whole.message["tool_calls"]] == [
+        {"name": "run", "arguments": '{"code": "12", "count": 12}'}
+    ]
+    assert (whole.finish_reason, whole.message["content"]) == ("tool_calls", "Let me see.")
+    assert "".join(piece.text for piece in pieces) == "Let me see."
+    assert [call for piece in pieces for call in piece.calls] == whole.message["tool_calls"]
+
+
 def test_plain_completions_take_text_or_ids(local: LocalModel) -> None:
     by_text = asyncio.run(local.complete(text("hello world", seed=1)))
     ids = TOKENIZER.encode("hello world")

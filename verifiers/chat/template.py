@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from verifiers.chat.codec import Codec
+from verifiers.chat.known import shared_length
 from verifiers.chat.lru import LRU
-from verifiers.chat.tool_calls import CLOSE, OPEN, Style, style_of
+from verifiers.chat.tool_calls import CLOSE, OPEN, Style, parse, style_of
 from verifiers.errors import RequestRefusedError
 from verifiers.messages import with_argument_objects
 from verifiers.types import ChatMessage
+
+logger = logging.getLogger("verifiers.chat")
+
+BOUNDARIES = ("\n", ">", "]")  # the header of a turn ends with one of these
+# A reply, a call and its tool, to see what a template writes around them.
+REPLY = "q7"
+_CALL: dict[str, Any] = {"name": "q7_tool", "arguments": {"text": "q7", "number": 7}}
+_PROPERTIES = {"text": {"type": "string", "description": "a"}, "number": {"type": "integer", "description": "b"}}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text", "number"]}
+_TOOL = {"type": "function", "function": {"name": _CALL["name"], "description": "c", "parameters": _PARAMETERS}}
 
 TOOLS_TEXT = """\
 You may call one or more of these functions:
@@ -33,13 +45,46 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._model = model
         self._recent: LRU[str] = LRU()
+        self._styles: dict[str, Style] = {}  # by template
 
     @property
     def is_there(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def style(self, tools: Any = None) -> Style:
-        return style_of(self.source(tools))
+        """How the model writes calls: the style in which a call that the template has written can be read again."""
+        source = self.source(tools)
+        if source not in self._styles:
+            self._styles[source] = self._find_style(source)
+        return self._styles[source]
+
+    def _find_style(self, source: str) -> Style:
+        try:
+            written = self._written_call()
+        except RequestRefusedError:  # it has no place for calls
+            return style_of(source)
+        styles: tuple[Style, ...] = get_args(Style)
+        for style in styles:
+            found = [call["function"] for call in parse(written, style, tools={_CALL["name"]: _PARAMETERS}).calls]
+            if found == [{**_CALL, "arguments": json.dumps(_CALL["arguments"])}]:
+                return style
+        logger.warning(
+            "the chat template of %s writes a tool call as %.400r, which is not understood: such calls stay text",
+            self._model, written,
+        )  # fmt: skip
+        return style_of(source)
+
+    def _written_call(self) -> str:
+        """What the template writes for a reply that is a call, without the end of the turn."""
+        asked: list[ChatMessage] = [{"role": "user", "content": "a"}]
+        call = {"id": "q7q7q7q7q", "type": "function", "function": _CALL}
+        replies: list[ChatMessage] = [
+            {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": REPLY}
+        ]  # fmt: skip
+        called, said = (self.render([*asked, one], [_TOOL], add_generation_prompt=False) for one in replies)
+        shared = called[: shared_length(called, self.render(asked, [_TOOL]))]
+        start = max(shared.rfind(mark) + 1 for mark in BOUNDARIES)
+        return called[start:].strip().removesuffix(said.rpartition(REPLY)[2].strip())
 
     def source(self, tools: Any = None) -> str:
         """The template in use. A tokenizer may have several, one of them for tools."""
@@ -97,13 +142,12 @@ class ChatTemplate:
         """The special token that the template writes after a reply. It may end replies but not be the model's EOS."""
         if not self.is_there:
             return None
-        reply = "q7"
-        asked: list[ChatMessage] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
+        asked: list[ChatMessage] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}]
         try:
             text = self.render(asked, add_generation_prompt=False)
         except RequestRefusedError:
             return None
-        _, found, after = text.rpartition(reply)
+        _, found, after = text.rpartition(REPLY)
         ids = codec.encode(after.lstrip(), special=False) if found and after.strip() else []
         return ids[0] if ids and codec.decode(ids[:1]) == "" else None
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from verifiers.chat.codec import Codec
 from verifiers.chat.known import KnownTexts, shared_length
-from verifiers.chat.template import ChatTemplate, today
+from verifiers.chat.template import BOUNDARIES, ChatTemplate, today
 from verifiers.errors import RequestRefusedError
 from verifiers.messages import as_messages, role_of, text_of
 
 Tools = Any
 _OPENED = re.compile(r"<([^<>/\s]+)>\s*\Z")
-_BOUNDARIES = ("\n", ">", "]")  # the header of a turn ends with one of these
 _CHAT, _TEXT = "chat:", "text:"  # the same characters may have different ids as a conversation and as plain text
 
 
@@ -123,7 +122,7 @@ class ChatWriter:
         if is_closed and not message.get("tool_calls"):
             return text, text_of(message), self._ends()[:1]
         shared = whole[: shared_length(text, whole)]
-        start = max(shared.rfind(mark) + 1 for mark in _BOUNDARIES)
+        start = max(shared.rfind(mark) + 1 for mark in BOUNDARIES)
         return whole[:start], *self._cut(whole[start:])
 
     def _cut(self, reply: str) -> tuple[str, list[int]]:

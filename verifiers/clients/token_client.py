@@ -67,7 +67,7 @@ class TokenClient:
         )
 
     def _calls(self, written: str, tools: Sequence[Mapping[str, Any]], salt: int) -> dict[str, Any]:
-        names = [str(tool["function"]["name"]) for tool in tools]
-        reply = parse(written, self._writer.template.style(tools), names=names, salt=str(salt))
+        schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") for tool in tools}
+        reply = parse(written, self._writer.template.style(tools), tools=schemas, salt=str(salt))
         content = self._writer.codec.without_special(reply.content or "").rstrip() or None
         return {"content": content, "tool_calls": reply.calls} if reply.calls else {}

@@ -20,7 +20,7 @@ from verifiers.engine.fair_lock import steady
 from verifiers.engine.sequence import ActiveSequence, Generated, Sampling
 from verifiers.kernels import prove
 from verifiers.kernels.cpu.build import FAILED
-from verifiers.kernels.modules import ModuleSnapshot, is_quantised
+from verifiers.kernels.modules import ModuleSnapshot, invocation_tokens, is_quantised
 
 if TYPE_CHECKING:
     from verifiers.engine.engine import Engine
@@ -78,7 +78,7 @@ def choose_backend(engine: Engine) -> Backend:
         before = engine.runner.writes  # `realistic` scales the weights, then restores them
         try:
             with prove.realistic(engine.model) as is_conclusive:
-                tried = _candidates(engine) if is_conclusive else [SEQUENTIAL, UNCACHED]
+                tried = [one for one in _candidates(engine) if is_conclusive or one in (SEQUENTIAL, UNCACHED)]
                 found, faults = _first_proven(engine, tried)
                 longest = max(prove.prompt_lengths(engine.model.config, engine.length, 1))
                 is_deterministic = found is not None or prove.is_steady(engine.model, longest)
@@ -106,6 +106,8 @@ def choose_backend(engine: Engine) -> Backend:
 
 def _candidates(engine: Engine) -> list[str]:
     """The backends that could run the model, fastest first."""
+    if invocation_tokens(engine.model):  # the proof's prompts do not contain these tokens
+        return [UNCACHED]
     if is_quantised(engine.model):
         return [MODULES, SEQUENTIAL, UNCACHED]
     if engine.device.type == "cuda":
@@ -117,6 +119,8 @@ def _candidates(engine: Engine) -> list[str]:
 def _slower_because(engine: Engine, backend: str) -> str:
     """Why the first candidate, which passed, is slower than the fastest backend there is; empty if it is not."""
     decoder = engine.runner.decoder
+    if invocation_tokens(engine.model):
+        return "its adapter (aLoRA) applies from certain tokens of the whole sequence on"
     if is_quantised(engine.model):
         return "its weights are quantised"
     if backend == TORCH:

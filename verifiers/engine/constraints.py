@@ -19,7 +19,7 @@ import numpy as np
 
 from verifiers.chat.codec import Codec
 from verifiers.chat.lru import LRU
-from verifiers.chat.tool_calls import CLOSE, MISTRAL, OPEN, Style
+from verifiers.chat.tool_calls import CLOSE, HARMONY, HARMONY_MESSAGE, MISTRAL, OPEN, TAGS, Style
 from verifiers.errors import InfraError, RequestRefusedError
 
 T = TypeVar("T")
@@ -199,7 +199,8 @@ def call_grammar(
         "hermes": (f"{OPEN}\n", "arguments", f"\n{CLOSE}"),
         "llama3": ("", "parameters", ""),
         "mistral": (f"{MISTRAL}[", "arguments", "]"),
-    }[style]
+        "harmony": (f"<|channel|>commentary {HARMONY} {HARMONY_MESSAGE}", "arguments", ""),
+    }.get(style) or (TAGS[style][0], "arguments", TAGS[style][1])
     calls, rules = [], []
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)

@@ -26,7 +26,13 @@ from verifiers.kernels import reference
 from verifiers.kernels.attention import Attend, attending, register
 from verifiers.kernels.cpu.model import CpuModel, Drawn, unsupported
 from verifiers.kernels.decoder import CommonDecoder
-from verifiers.kernels.modules import ModuleSnapshot, linear_parameters, replaced_forwards, without_dropout
+from verifiers.kernels.modules import (
+    ModuleSnapshot,
+    invocation_tokens,
+    linear_parameters,
+    replaced_forwards,
+    without_dropout,
+)
 from verifiers.kernels.prove import PAST, agree, place_bounds, prompts, text_config
 
 LAY_OUT_AFTER = 8  # steps on the same weights; copying them to C's layout costs about what it saves in 8 steps
@@ -167,13 +173,14 @@ class ModelRunner:
     @property
     def _kind(self) -> tuple[Any, ...]:
         """The properties that the KV cache and the kernels depend on. The window is the one used for masks."""
-        parameter, text = next(self.module.parameters()), self.text_config
-        return parameter.dtype, parameter.device, int(text.vocab_size), getattr(text, "sliding_window", None)
+        parameter, text, started = next(self.module.parameters()), self.text_config, invocation_tokens(self.module)
+        window = getattr(text, "sliding_window", None)
+        return parameter.dtype, parameter.device, int(text.vocab_size), window, _said(started)
 
     def check_compatible(self) -> None:
-        """Raise InfraError if the model's dtype, device, vocabulary or sliding window has changed."""
+        """Raise InfraError if the model's dtype, device, vocabulary, sliding window or kind of adapter has changed."""
         if (now := self._kind) != self._kind_then:
-            kinds = ("{} on {} with {} tokens and sliding_window={}".format(*one) for one in (now, self._kind_then))
+            kinds = ("{} on {} with {} tokens and sliding_window={}{}".format(*one) for one in (now, self._kind_then))
             said = ", not ".join(kinds)
             raise InfraError(f"the model is {said}, as when its engine was created: create a new LocalModel or Engine")
 
@@ -267,6 +274,10 @@ class ModelRunner:
     def evaluating(self) -> AbstractContextManager[None]:
         """Switch dropout off if the module is in training mode."""
         return without_dropout(self.module) if self.module.training else nullcontext()
+
+
+def _said(invocations: Sequence[Sequence[int]]) -> str:
+    return "".join(f" and an adapter that applies from tokens {list(one)} on" for one in invocations)
 
 
 def _rms_norm(device: torch.device) -> Callable[[Any, float, Tensor], Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class SequentialCache:
         self._accepted = set(inspect.signature(base_model(module).forward).parameters)
         self._more = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
         self._resets = rope_bounds(module.config)
+        self._shifted = [vars(one) for one in module.modules() if "rope_deltas" in vars(one)]
 
     def prefill(self, sequences: Sequence[ActiveSequence]) -> Tensor:
         """The logits after each sequence's tokens, ``[N, vocabulary]``."""
@@ -46,7 +48,8 @@ class SequentialCache:
 
     def _forward(self, ids: Sequence[int], **settings: Any) -> Any:
         ids_1T = torch.tensor([list(ids)], device=next(self._module.parameters()).device)
-        return self._module(input_ids=ids_1T, return_dict=True, **settings)
+        with _unshifted(self._shifted):
+            return self._module(input_ids=ids_1T, return_dict=True, **settings)
 
     def decode(self, sequences: Sequence[ActiveSequence], tokens: Sequence[int]) -> Tensor:
         """The logits after one new token per sequence, ``[N, vocabulary]``."""
@@ -69,3 +72,16 @@ class SequentialCache:
     def fork(self, source: ActiveSequence, targets: Sequence[ActiveSequence]) -> None:
         for target in targets:
             target.ids, target.state = list(source.ids), copy.deepcopy(source.state)
+
+
+@contextmanager
+def _unshifted(modules: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within the block, positions are not shifted by the images of the owner's own last forward (Qwen3.5)."""
+    before = [own["rope_deltas"] for own in modules]
+    for own in modules:
+        own["rope_deltas"] = None
+    try:
+        yield
+    finally:
+        for own, delta in zip(modules, before, strict=True):
+            own["rope_deltas"] = delta

@@ -11,10 +11,14 @@ from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 LORA_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 _NO_SETTING = re.compile(r"^_|^training$|drop|checkpointing")  # private (of adapters, for example) or only for training
+# What a rotary embedding with length-dependent angles computes anew: its current angles, and the length they are for.
+_RECOMPUTED = re.compile(r"(?<!original_)inv_freq$|max_seq_len_cached$")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = [getattr(torch_modules, f"_global{name}") for name in HOOKS]  # on all modules of the process
 
 
 def is_hooked(module: Any) -> bool:
@@ -24,7 +28,7 @@ def is_hooked(module: Any) -> bool:
 
 def has_hooks(module: Any) -> bool:
     own = vars(module)
-    return any(own[name] for name in HOOKS)
+    return any(GLOBAL_HOOKS) or any(own[name] for name in HOOKS)
 
 
 def is_plain_linear(linear: Any) -> bool:
@@ -62,6 +66,14 @@ def lora_of(linear: Any) -> Lora | None:
 def base_model(model: Any) -> Any:
     """The model within adapters (peft), or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def invocation_tokens(model: Any) -> tuple[tuple[int, ...], ...]:
+    """The tokens of a prompt from which on active adapters apply (peft's activated LoRA, aLoRA); usually none."""
+    if not hasattr(model, "get_base_model"):
+        return ()
+    found = [getattr(model.peft_config[name], "alora_invocation_tokens", None) for name in model.active_adapters]
+    return tuple(tuple(one) for one in found if one)
 
 
 def is_quantised(model: Any) -> bool:
@@ -133,21 +145,28 @@ class ModuleSnapshot:
     def __init__(self, model: Any, varying: Collection[tuple[int, str]] = ()) -> None:
         self.modules: list[Any] = list(model.modules())
         self.parameters: list[Any] = list(model.parameters())
-        self.hooks: list[Any] = [vars(module)[name] for module in self.modules for name in HOOKS]
+        self.hooks: list[Any] = [*GLOBAL_HOOKS, *(vars(module)[name] for module in self.modules for name in HOOKS)]
         self._kinds = [type(module) for module in self.modules]
         self._forwards = {kind: kind.forward for kind in self._kinds}
-        steady = [module for module in self.modules if not recomputes_buffers(module)]
-        self._buffers = [module._buffers for module in steady]
+        varied = {id(vars(module)) for module in self.modules if recomputes_buffers(module)}
+        self._buffers = [(module._buffers, id(vars(module)) in varied) for module in self.modules]
         self._held = [one for module in self.modules for one in (module._modules, module._parameters)]
         self._sizes = list(map(len, self._held))
         slots = [(held, name) for held in self._held for name in held]
-        slots += [(own, name) for own in map(vars, steady) for name in _settings(own) if (id(own), name) not in varying]
+        slots += [
+            (own, name) for own in map(vars, self.modules) for name in _settings(own)
+            if (id(own), name) not in varying and not (id(own) in varied and _RECOMPUTED.search(name))
+        ]  # fmt: skip
         self._slots, self._values = slots, [held.get(name) for held, name in slots]
 
     @property
     def buffers(self) -> list[Any]:
         """The current buffers, without those that a forward replaces."""
-        return [one for held in self._buffers for one in held.values() if one is not None and not one.is_inference()]
+        found = [
+            one for held, varies in self._buffers for name, one in held.items()
+            if not (varies and _RECOMPUTED.search(name))
+        ]  # fmt: skip
+        return [one for one in found if one is not None and not one.is_inference()]
 
     @property
     def is_same(self) -> bool:

@@ -80,7 +80,7 @@ class PromptWriter:
             )
         if options.echo and request.message_type == "chat":
             raise RequestRefusedError("'echo' is for plain completions: a chat reply does not begin with its prompt")
-        names = tuple(map(_checked_name, tools or ()))
+        schemas = {_checked_name(tool): tool.get("function", tool).get("parameters") for tool in tools or ()}
         style = loaded.template.style(tools) if tools else None
         constraint = _constraint(loaded, options, tools, style)
         seconds = [s for s in (request.timeout_s, options.timeout_s) if s is not None]
@@ -96,7 +96,7 @@ class PromptWriter:
             sampling_record=options.record(),
             sampling=options.sampling(room, loaded.stop_ids - loaded.engine.stop_ids, constraint),
             stop_ids=options.stop_ids if options.ignore_eos else loaded.stop_ids | options.stop_ids,
-            tool_names=names,
+            tools=schemas,
             tool_style=style,
             echoed=echoed,
             timeout_s=min(seconds, default=None),

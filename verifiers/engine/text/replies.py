@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verifiers.chat import Codec
@@ -30,7 +30,7 @@ class Prompt:
     sampling_record: Mapping[str, Any]  # the sampling arguments that a trainer needs
     sampling: Sampling
     stop_ids: frozenset[int]
-    tool_names: tuple[str, ...] = ()
+    tools: Mapping[str, Any] = field(default_factory=dict)  # the schema of each tool's arguments, by its name
     tool_style: Style | None = None
     timeout_s: float | None = None
     echoed: str = ""  # with ``echo``: the prompt's text, with which replies begin
@@ -90,7 +90,7 @@ def read_choice(prompt: Prompt, generated: Generated, codec: Codec) -> Choice:
     reason = generated.finish_reason
     if prompt.tool_style is not None:
         whole = text if stop >= 0 else sampled_text
-        reply = parse(whole, prompt.tool_style, names=prompt.tool_names, salt=str(len(prompt.ids)))
+        reply = parse(whole, prompt.tool_style, tools=prompt.tools, salt=str(len(prompt.ids)))
         if reply.calls:
             content, calls = reply.content, reply.calls
             if content is not None and sampled_text != text:
