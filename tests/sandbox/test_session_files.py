@@ -38,13 +38,14 @@ def test_reading_what_is_not_there_raises_what_open_would(sandbox: Sandbox) -> N
 
 def test_a_name_that_no_file_can_have_is_refused_and_the_session_goes_on(sandbox: Sandbox) -> None:
     with sandbox.session() as session:
-        session.run("import os\nopen(os.fsdecode(b'\\xff'), 'w').write('x')\nx = 1")
+        session.run("x = 1")
         for name in ("\ud800", "a\udfff\udfffb\ud800"):
             with pytest.raises(ValueError, match="text that can be encoded"):
                 session.read(name)
             with pytest.raises(ValueError, match="text that can be encoded"):
                 session.write(name, b"")
-        assert [session.read(name) for name in session.files()] == [b"x"]
+        session.write("\udcff", b"named by a byte")
+        assert session.read("\udcff") == b"named by a byte"
         assert session.run("x").value == "1"
 
 

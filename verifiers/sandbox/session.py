@@ -232,7 +232,7 @@ def check_name(name: Any) -> None:
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"the name of a file must be a non-empty string without null characters; got {name!r}")
     try:
-        name.encode(errors="surrogateescape")  # names that are not UTF-8 are listed in this form
+        name.encode(errors="surrogateescape")  # the form in which Python writes names that are not UTF-8
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the name of a file must be text that can be encoded; got {name!r} ({error.reason})"
