@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ pytest.importorskip("mcp")
 import verifiers as vf
 from tests.support.tool_calls import call, calling, tool_texts
 from verifiers.envs.experimental.mcp_env import MCPServerConfig
+from verifiers.tools.mcp_config import MAX_TRACEBACKS
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "mcp_script.py"
 PAGES = SCRIPT.with_name("mcp_pages.py")
@@ -217,7 +219,7 @@ def test_tools_with_names_that_no_endpoint_takes_are_renamed_for_the_model_and_c
     env = vf.MCPEnv(mcp_servers=[odd()], dataset=[ROW])
     env.connect()
     names = list(env.tool_map)
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 13
     assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in names)
     assert [tool["function"]["name"] for tool in env.oai_tools or ()] == names
     said = [tool_texts(roll_out(env, calling(call(name)), ""))[0].rsplit(" ", 1)[0] for name in names[:4]]
@@ -278,6 +280,30 @@ def test_the_values_of_a_servers_environment_are_nowhere(
     for text in [*written, *shown, caplog.text, *capfd.readouterr()]:
         assert SECRET not in text
     assert "[hidden]" in "".join(written)
+
+
+def test_a_secret_is_not_shown_in_part_where_the_servers_last_words_are_cut() -> None:
+    env = vf.MCPEnv(mcp_servers=[odd("--broken-late")], dataset=[ROW])
+    said = str(roll_out(env, "x")["error"])
+    assert said.endswith("y" * 900)
+    assert SECRET[-6:] not in said
+    assert len(said) < 2000
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="it looks at the files that are open")
+def test_a_server_that_never_stops_talking_fills_neither_a_disk_nor_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def in_files() -> int:
+        found = [os.stat(path) for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()]
+        return sum(file.st_size for file in found if stat.S_ISREG(file.st_mode))
+
+    env = vf.MCPEnv(mcp_servers=[odd()], dataset=[ROW])
+    before = in_files()
+    state = roll_out(env, calling(call("spew")), calling(call("spew")), "Done.")
+    held = in_files() - before
+    env.close()
+    assert tool_texts(state) == ["spew 1", "spew 2"]
+    assert held < 1 << 20
+    assert len([record for record in caplog.records if record.exc_info or record.exc_text]) <= MAX_TRACEBACKS
 
 
 @pytest.mark.parametrize("args", [["--api-key", SECRET], [f"--token={SECRET}"]])

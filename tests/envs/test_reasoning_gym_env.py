@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import verifiers as vf
+from verifiers.envs.reasoning_gym_answers import evaluates_answers, is_formula_or_text
 from verifiers.envs.reasoning_gym_env import ReasoningGymEnv, compares_texts, write_entry
 from verifiers.envs.reasoning_gym_scoring import Scorer, is_inert
 
@@ -77,6 +80,94 @@ def test_an_answer_that_runs_code_reaches_nothing_and_earns_nothing(countdown: R
     ):
         assert max(score(countdown, tagged(attack))) < 0.1
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("gym", "answer"),
+    [
+        (
+            "countdown",
+            "exec('m = __import__(\\'sys\\').modules[\\'reasoning_gym.games.countdown\\']\\nm.sorted = lambda x: 0\\n"
+            "m.np.isclose = lambda *a, **k: True') or 1",
+        ),
+        ("simple_integration", "exec('import sympy\\nsympy.simplify = lambda *a: 0') or 1"),
+        ("polynomial_multiplication", "exec('import sympy\\nsympy.parse_expr = lambda *a: 0') or 0"),
+    ],
+)
+def test_an_answer_cannot_take_over_the_scorer_that_evaluates_it(load: Load, gym: str, answer: str) -> None:
+    assert score(load(gym, n=2), tagged(answer)) == [0.0, 0.0]
+
+
+def said(env: vf.Environment, reply: Callable[[vf.Row], str]) -> Any:
+    """A model that answers each row by a function."""
+    replies = {row["question"]: tagged(reply(row)) for row in env.get_eval_dataset()}
+    return lambda messages: replies[messages[-1]["content"]]
+
+
+def entry(row: vf.Row) -> Any:
+    return ast.literal_eval(row["info"]["entry"])["metadata"]
+
+
+def test_an_answer_cannot_let_the_scorer_do_the_work_of_the_puzzle(load: Load) -> None:
+    integrals = load("simple_integration")
+    assert (
+        score(integrals, said(integrals, lambda row: f"Integral({entry(row)['integrand']}, {entry(row)['variable']})"))
+        == [0.0] * 4
+    )
+    sums = load("countdown")  # x/x is 1, so any target could be written without the given numbers
+    target = lambda row: " + x/x" * entry(row)["target"]  # noqa: E731
+    numbers = lambda row: "+".join(map(str, entry(row)["numbers"]))  # noqa: E731
+    assert score(sums, said(sums, lambda row: f"({numbers(row)})*(x - x) {target(row)}")) == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("gym", "answer"),
+    [("complex_arithmetic", "nan"), ("coin_flip", "0"), ("game_of_life_halting", "never"), ("puzzle24", "3*8*1*1")],
+)
+def test_an_answer_that_reasoning_gym_accepts_for_every_puzzle_is_wrong(load: Load, gym: str, answer: str) -> None:
+    env = load(gym)
+    assert score(env, gold(env)) == [1.0] * 4
+    assert score(env, tagged(answer)) == [0.0] * 4
+
+
+def test_right_answers_are_scored_whatever_their_form(load: Load) -> None:
+    env = load("simple_integration")
+    assert score(env, said(env, lambda row: f"({row['answer']}) + sin(7)")) == [1.0] * 4
+    flips = load("coin_flip")
+    assert score(flips, said(flips, lambda row: str(Fraction(row["answer"])))) == [1.0] * 4
+
+
+def test_scorers_that_may_evaluate_an_answer_are_known() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    evaluating = {name for name in DATASETS if name != "composite" and evaluates_answers(name)}
+    assert evaluating == {
+        *("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens", "number_sorting"),
+        *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "expected"),
+    [
+        ("82 + 20 - 3", "20 + 82 - 3", True),
+        ("[1, 2, 3]", "1 2 3", True),
+        ("['1', '2']", "1 2", True),
+        ("3 == 3", "5 + 3", False),
+        ("'2' '4'", "2 * 4", False),
+        ("E", "5 + 3", False),
+        ("exp(x)*sin(x) + C", "x + C", True),
+        ("['A', 'B']", "AB", True),
+        ("x.diff(x)", "x + C", False),
+        ("sin('x')", "x + C", False),
+        ("sin(x)(x)[0]", "x + C", False),
+        ("ｅｖａｌ(x)", "x + C", False),
+        ("sqrt(x).\nargs", "x + C", False),
+        ("f(x for x in x)", "x + C", False),
+    ],
+)
+def test_what_a_scorer_that_evaluates_answers_may_see(answer: str, right: str, expected: bool) -> None:
+    assert is_formula_or_text(answer, right) is expected
 
 
 def test_an_answer_that_could_run_code_is_the_last_its_process_scores(countdown: ReasoningGymEnv) -> None:

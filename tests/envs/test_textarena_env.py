@@ -53,6 +53,19 @@ def test_moves_that_break_the_rules_end_the_game_and_earn_nothing() -> None:
         assert "invalid move" in state["completion"][1]["content"]
 
 
+def test_a_game_that_gives_a_reason_in_place_of_a_reward_is_lost_and_not_left_out() -> None:
+    """Otherwise a model could take a game that it loses out of the mean, by a bad move."""
+    states = play(TextArenaEnv("ThreeCardMonte-v0", num_eval_examples=2), "I pass.", n=2)
+    assert [(state["reward"], state["metrics"]["game_over"]) for state in states] == [(0.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize("game", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0"])
+def test_games_that_report_moves_in_another_order_can_be_played(game: str) -> None:
+    (state,) = play(TextArenaEnv(game, num_eval_examples=1, max_moves=3), "<move>[7]</move>")
+    assert state["metrics"]["num_turns"] >= 1
+    assert all("[7]" not in message["content"] for message in state["completion"] if message["role"] == "user")
+
+
 def test_a_game_that_runs_out_of_moves_is_not_over() -> None:
     (state,) = play(TextArenaEnv(NUMBER, max_moves=2), ["[1]", "[20]"])
     assert state["metrics"]["num_turns"] == 2

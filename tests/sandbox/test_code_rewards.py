@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import py_compile
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,11 @@ def test_an_installed_environment_that_knows_the_answers_cannot_be_read(
     if reason := why_not(level):
         pytest.skip(reason)
     site = folder_for_all / "site-packages"
-    for name, needs in (("task_a", "verifiers>=0.2"), ("helper_b", "numpy")):
+    environments = ("task_a", "task_b", "task_c")
+    for name, needs in (
+        ("helper", "numpy"),
+        *zip(environments, ("verifiers>=0.2", "Verifiers", "verifiers"), strict=True),
+    ):
         info = site / f"{name}-1.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nRequires-Dist: {needs}\n")
@@ -61,12 +66,14 @@ def test_an_installed_environment_that_knows_the_answers_cannot_be_read(
         (site / f"{name}_data").mkdir()
         (site / f"{name}_data" / "rows.txt").write_text("4a7f9c")
         py_compile.compile(str(site / f"{name}.py"))
+    (site / "task_c-1.dist-info" / "RECORD").unlink()  # as some package managers install
+    shutil.rmtree(site / "task_c_data")
     monkeypatch.syspath_prepend(str(site))
     with Sandbox(level=level, packages=(f"unknown_{level}",)) as sandbox:
         for code in ("import {0}; {0}.SECRET", f"open('{site}/{{0}}_data/rows.txt').read()"):
-            assert sandbox.run(code.format("helper_b")).value == "'4a7f9c'"
-            assert not sandbox.run(code.format("task_a")).is_ok
-        raw = sandbox.run(f"import pathlib; [p.read_bytes() for p in pathlib.Path('{site}').glob('**/task_a*.py*')]")
+            assert sandbox.run(code.format("helper")).value == "'4a7f9c'"
+            assert not any(sandbox.run(code.format(name)).is_ok for name in environments)
+        raw = sandbox.run(f"import pathlib; [p.read_bytes() for p in pathlib.Path('{site}').glob('**/task_*.py*')]")
         assert "4a7f9c" not in str(raw.value)
         assert sandbox.start().name == level  # although this Python finds packages in a folder for temporary files
 

@@ -57,6 +57,39 @@ def test_without_isolation_code_runs_only_when_asked_for_by_name() -> None:
         assert sandbox.run("while True: pass", timeout_s=0.2).status == "timeout"
 
 
+WITHOUT_PROC = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from verifiers.errors import SandboxError
+from verifiers.sandbox import Sandbox
+for arguments in ({}, {"level": "none", "allow_unsafe": True}):
+    try:
+        Sandbox(**arguments).run("1")
+    except SandboxError as error:
+        print(error)
+"""
+
+
+def test_on_a_machine_without_proc_the_error_names_it() -> None:
+    unshare = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs none /proc && exec "$@"',
+        "sh",
+    ]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces cannot be made here, not even by the system's own tool")
+    command = [*unshare, sys.executable, "-c", WITHOUT_PROC, str(ROOT)]
+    refused, failed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "this machine cannot isolate untrusted code" in refused
+    assert "No such file or directory: /proc/" in refused
+    assert "No such file or directory: '/proc/" in failed
+
+
 WITHOUT_KERNEL_HELP = """
 import sys
 import verifiers.sandbox.host as host

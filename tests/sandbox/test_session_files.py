@@ -36,6 +36,19 @@ def test_reading_what_is_not_there_raises_what_open_would(sandbox: Sandbox) -> N
             session.read(".")
 
 
+def test_a_name_that_no_file_can_have_is_refused_and_the_session_goes_on(sandbox: Sandbox) -> None:
+    with sandbox.session() as session:
+        session.run("x = 1")
+        for name in ("\ud800", "a\udfff\udfffb\ud800"):
+            with pytest.raises(ValueError, match="text that can be encoded"):
+                session.read(name)
+            with pytest.raises(ValueError, match="text that can be encoded"):
+                session.write(name, b"")
+        session.write("\udcff", b"named by a byte")
+        assert session.read("\udcff") == b"named by a byte"
+        assert session.run("x").value == "1"
+
+
 def test_a_file_that_does_not_fit_raises_what_write_would() -> None:
     with Sandbox(disk_mb=1) as sandbox, sandbox.session() as session:
         with pytest.raises(OSError, match=r"No space left|File too large"):

@@ -47,6 +47,9 @@ def test_output_is_limited_and_what_fits_is_kept() -> None:
         ({"level": "some"}, "level must be 'full', 'reduced' or 'none'; got 'some'"),
         ({"level": "none"}, "pass allow_unsafe=True as well"),
         ({"warm": -1}, "warm must be a whole number of at least 0; got -1"),
+        ({"files": {"a\0": "x"}}, "the name of a file must be a non-empty string without null characters"),
+        ({"files": {"": "x"}}, "the name of a file must be a non-empty string"),
+        ({"files": {"\ud800": "x"}}, "the name of a file must be text that can be encoded"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -12,7 +12,7 @@ import time
 TOKEN = os.environ.get("ODD_SETTING", "none")
 NAMES = [
     *("bad.name/x", "bad name/x", "n" * 100, "n" * 99 + "m", ""),
-    *("structured", "tell", "raise", "noise", "count", "pid", "die"),
+    *("structured", "tell", "raise", "noise", "spew", "count", "pid", "die"),
 ]
 count = 0
 
@@ -32,6 +32,10 @@ def called(name: str, arguments: dict) -> dict:
         raise ValueError(f"refused for {TOKEN}")
     if name == "noise":
         print(f"noise {TOKEN}", flush=True)
+    if name == "spew":
+        for _ in range(100):
+            print("spew", flush=True)
+            sys.stderr.write("spew " * 20_000)
     if name == "pid":
         return text(str(os.getpid()))
     if name == "die":
@@ -59,6 +63,9 @@ def answer(request: dict) -> dict:
 
 
 def serve() -> None:
+    if "--broken-late" in sys.argv:  # with its token at the place where its last thousand characters begin
+        print("x" * 5_000_000 + TOKEN + "y" * (1000 - len(TOKEN) // 2), end="", file=sys.stderr)
+        raise SystemExit(1)
     if "--broken" in sys.argv:
         print(f"cannot log in with {TOKEN}", file=sys.stderr)
         raise SystemExit(1)

@@ -6,15 +6,23 @@ import dataclasses
 import datetime
 import enum
 import functools
-from typing import Annotated, Any, Literal, NotRequired, Optional, TypedDict, Union
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NewType, NotRequired, Optional, TypedDict, Union
 
+import jsonschema
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import TypeAliasType
 
 from verifiers.tools import as_tool, convert_func_to_oai_tool
 from verifiers.tools.docstrings import read_docstring
-from verifiers.tools.schemas import fit, schema_of
+from verifiers.tools.faults import WrongTypeError
+from verifiers.tools.schemas import fit, schema_of, with_common_definitions
 
 
 class Colour(enum.Enum):
@@ -194,6 +202,98 @@ def test_methods_partials_and_callable_objects_are_tools() -> None:
     }
     called = as_tool(Shop(), name="sell")
     assert (called.name, called.description) == ("sell", "Sell something.")
+
+
+class Item(pydantic.BaseModel):
+    price: float
+    parts: list[Item] = []
+
+
+class Mixed(enum.Enum):
+    RED = "red"
+    TWO = 2
+    PAIR = (1, 2)
+
+
+class Opaque(enum.Enum):
+    ONE = object()
+
+
+UserId = NewType("UserId", int)
+Numbers = TypeAliasType("Numbers", list[int])
+OPEN = float("inf")
+
+
+def shop(
+    item: Item,
+    more: list[Item],
+    other: Item | None = None,
+    by_name: dict[str, Item] | None = None,
+    budget: float = OPEN,
+) -> str:
+    """Buy items."""
+    return f"{[type(one).__name__ for one in (item, *more, other, *(by_name or {}).values())]}"
+
+
+def test_the_references_in_a_schema_lead_to_its_definitions() -> None:
+    """`#/$defs/…` counts from the top of the arguments, not from the argument that has it."""
+    parameters = json.loads(json.dumps(as_tool(shop).schema["function"]["parameters"], allow_nan=False))
+    jsonschema.Draft202012Validator.check_schema(parameters)
+    valid = jsonschema.Draft202012Validator(parameters)
+    assert valid.is_valid({"item": {"price": 1, "parts": [{"price": 2}]}, "more": [{"price": 3}], "other": None})
+    assert not valid.is_valid({"item": {"price": 1, "parts": [{"price": "x"}]}, "more": []})
+    assert not valid.is_valid({"item": {"price": 1}, "more": [{}]})
+
+
+def test_definitions_of_the_same_name_stay_apart() -> None:
+    def definition(kind: str) -> dict[str, Any]:
+        return {"$defs": {"A": {"type": kind}}, "$ref": "#/$defs/A"}
+
+    merged = with_common_definitions({"x": definition("integer"), "y": definition("string"), "z": definition("string")})
+    assert merged["$defs"] == {"A": {"type": "integer"}, "A_2": {"type": "string"}}
+    assert [merged[name]["$ref"] for name in "xyz"] == ["#/$defs/A", "#/$defs/A_2", "#/$defs/A_2"]
+
+
+def test_models_inside_of_lists_dicts_and_options_are_made() -> None:
+    item = {"price": "2.5"}
+    checked = as_tool(shop).check({"item": item, "more": [item], "other": item, "by_name": {"tea": item}})
+    made = [checked["item"], *checked["more"], checked["other"], checked["by_name"]["tea"]]
+    assert made == [Item(price=2.5)] * 4
+    with pytest.raises(WrongTypeError):
+        as_tool(shop).check({"item": item, "more": [{"price": "much"}]})
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        ("red", Mixed, Mixed.RED),
+        (2, Mixed, Mixed.TWO),
+        ([1, 2], Mixed | None, Mixed.PAIR),
+        ("3", UserId, 3),
+        (["1", 2], Numbers, [1, 2]),
+        ({"a": "1"}, OrderedDict[str, int], OrderedDict(a=1)),
+        ({"a": 1}, Counter[str], Counter(a=1)),
+        (["x"], list[Path], ["x"]),
+        ([1], Iterable[int], [1]),
+        ("anything", Opaque, "anything"),
+        ("anything", Literal[b"x"], "anything"),
+    ],
+)
+def test_what_a_hint_describes_can_be_given(value: Any, hint: Any, expected: Any) -> None:
+    fitted = fit(value, hint)
+    assert fitted == expected
+    assert type(fitted) is type(expected)
+
+
+@pytest.mark.parametrize(("value", "hint"), [("green", Mixed), ([2, 1], Mixed), (5, Iterable[int]), ("x", Numbers)])
+def test_what_a_hint_does_not_describe_is_refused(value: Any, hint: Any) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        fit(value, hint)
+
+
+@pytest.mark.parametrize("hint", [Mixed, Opaque, Literal[b"x"], Numbers, UserId])
+def test_every_schema_is_json(hint: Any) -> None:
+    assert json.loads(json.dumps(schema_of(hint), allow_nan=False)) == json.loads(json.dumps(schema_of(hint)))
 
 
 def test_what_cannot_be_a_tool_is_refused_when_it_is_made() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verifiers.envs.reasoning_gym_answers import may_be_scored
 from verifiers.envs.reasoning_gym_scoring import Scorer
 from verifiers.envs.singleturn_env import SingleTurnEnv
 from verifiers.parsers import Parser, XMLParser
@@ -20,6 +21,8 @@ from verifiers.types import Info, Messages, Row
 
 SYSTEM_PROMPT = "Solve the puzzle. Give your final answer, and nothing else, in <answer> tags."
 EVAL_SEEDS_FROM = 1_000_003
+ACCEPT_ANY_TEXT = frozenset({"game_of_life_halting"})
+"""Data sets whose own scorer is not used, because it accepts every text: it compares ``bool(answer)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,11 @@ class ReasoningGymEnv(SingleTurnEnv):
 async def puzzle_score(parser: Parser, completion: Messages, answer: str, info: Info, scorer: Scorer) -> float:
     """The score of the puzzle's own scorer for the answer, from 0 to 1."""
     parsed = parser.parse_answer(completion)
-    if not parsed:
-        return 0.0
     name, config, entry = (str(info[key]) for key in ("gym", "config", "entry"))
+    if not parsed or not may_be_scored(name, parsed, answer):
+        return 0.0
     if compares_texts(name):
-        return float(gym_dataset(name, config).score_answer(parsed, {"answer": answer}))
+        return compare_texts(gym_dataset(name, config), parsed, answer)
     return await scorer.score(name, config, entry, parsed, right=answer)
 
 
@@ -170,9 +173,16 @@ def gym_dataset(name: str, config: str) -> Any:
     return reasoning_gym.create_dataset(name, **json.loads(config))
 
 
+def compare_texts(dataset: Any, answer: str, right: str) -> float:
+    """The score of Reasoning Gym's scorer for data sets that have no own one."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    return float(ProceduralDataset.score_answer(dataset, answer, {"answer": right}))
+
+
 def compares_texts(name: str) -> bool:
-    """Whether this data set has no own scorer, so that answers are compared as text and never evaluated."""
+    """Whether answers of this data set are compared as text and never evaluated: it has no own scorer that is used."""
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
 
-    return bool(DATASETS[name][0].score_answer is ProceduralDataset.score_answer)
+    return name in ACCEPT_ANY_TEXT or bool(DATASETS[name][0].score_answer is ProceduralDataset.score_answer)

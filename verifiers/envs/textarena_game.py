@@ -67,7 +67,8 @@ class Game:
             else:
                 pending = self._rules.state.observations.get(player, [])
                 self._rules.state.observations[player] = []
-        lines = [self._told(sender, text) for sender, text, kind in pending if not self._is_own(player, text, kind)]
+        messages = [_in_order(*message) for message in pending]
+        lines = [self._told(sender, text) for sender, text, kind in messages if not self._is_own(player, text, kind)]
         if self.is_over:
             lines.append(str(self._result()[1].get(player, {}).get("reason") or "The game is over."))
         return "\n".join(lines)
@@ -86,11 +87,18 @@ class Game:
 
     def reward(self, player: int) -> float | None:
         """A player's reward; None if the game is not over."""
-        return float(self._result()[0].get(player, 0.0)) if self.is_over else None
+        reward: Any = self._result()[0].get(player, 0.0)
+        # After a bad move, some games give the reason in place of the reward: there is none.
+        return (float(reward) if isinstance(reward, int | float) else 0.0) if self.is_over else None
 
     def broke_rules(self, player: int) -> bool:
         """Whether the game ended by an invalid move of this player."""
         return bool(self._result()[1].get(player, {}).get("invalid_move"))
+
+
+def _in_order(sender: Any, text: Any, kind: Any) -> tuple[int, str, Any]:
+    """A message's sender, text and kind. Some games report a move with these in another order."""
+    return (sender, text, kind) if isinstance(sender, int) else (text, kind, sender)
 
 
 def _innermost(game: Any) -> Any:

@@ -53,6 +53,7 @@ sentences. Then score it from 0 (useless) to 10 (could not be better):
 MAX_SCORE_CHARS = 20_000  # the score is searched for in the last so many characters of a reply
 
 _NAMED = re.compile("|".join(rf"\{{{name}\}}" for name in FIELDS))
+_UNSEEN = r"[\s\u00ad\u200b-\u200f\u2060-\u2064\ufeff]{0,20}"  # what a judge may not notice in a tag
 _OPEN_TAG = re.compile(r"<([A-Za-z][\w-]*)>\s*\Z")
 _NUMBER = r"\d+(?:\.\d+)?"
 _RANGE = re.compile(
@@ -119,7 +120,7 @@ def _confined(value: str, before: str, after: str) -> str:
     opened = _OPEN_TAG.search(before)
     if opened is None or not after.lstrip().startswith(f"</{opened[1]}>"):
         return value
-    return re.sub(rf"</(?=\s?{re.escape(opened[1])}\b)", r"<\\/", value, flags=re.IGNORECASE)
+    return re.sub(rf"<{_UNSEEN}/(?={_UNSEEN}{re.escape(opened[1])}\b)", r"<\\/", value, flags=re.IGNORECASE)
 
 
 def shortened(text: str, most: int) -> str:

@@ -28,6 +28,8 @@ BUSY, MORE = 1.2, 2.0
 PLACES = 20
 ROUGHLY = 1e-2
 """The tolerance for equations between decimals: ``22/7 = 3.14`` counts as true, ``4 = 5`` does not."""
+_KINKED = (sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.sign)
+LARGEST_KINK = 10**6
 _NUMERIC_ONLY = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 # Units are removed before (see math_units): math-verify does not handle them reliably ("t", "o", "km").
 _EXTRACTION = (
@@ -146,8 +148,19 @@ def _are_same_numbers(a: Any, b: Any) -> bool:
         return False
     if a.has(*_NUMERIC_ONLY) or b.has(*_NUMERIC_ONLY) or (a.is_Atom and b.is_Atom):
         return False
-    values = _values(a, b, (1, -2, -1))
+    values = _values(a, b, (1, -2, -1, *_beyond_kinks(a, b)))
     return bool(values) and all(abs(x - y) <= Float(10) ** -PLACES * max(1, abs(x)) for x, y in values)
+
+
+def _beyond_kinks(a: Expr, b: Expr) -> tuple[int, ...]:
+    """Seeds of points on both sides of every kink; near zero, ``|x + 1|`` equals ``x + 1``."""
+    roots = (power for item in (a, b) for power in item.atoms(sympy.Pow))
+    has_root = any(power.base.free_symbols and not power.exp.is_Integer for power in roots)
+    if not (has_root or a.has(*_KINKED) or b.has(*_KINKED)):
+        return ()
+    numbers = (abs(int(number)) for item in (a, b) for number in item.atoms(Rational, Float) if number.is_finite)
+    far = 4 * (1 + min(max(numbers, default=0), LARGEST_KINK))
+    return far, -far
 
 
 def _are_same_equations(a: Any, b: Any) -> bool:

@@ -71,6 +71,8 @@ class ContainerSandbox:
         counts = {"memory_mb": memory_mb, "output_kb": output_kb, "disk_mb": disk_mb, "processes": processes}
         if wrong := [name for name, count in counts.items() if type(count) is not int or count < 1]:
             raise ValueError(f"{wrong[0]} must be a whole number of at least 1; got {counts[wrong[0]]!r}")
+        for name in files or ():
+            check_name(name)
         self.engine, self.image, self.language = engine, image, language
         self.memory_mb, self.timeout_s, self.disk_mb, self.processes = memory_mb, timeout_s, disk_mb, processes
         self.files, self.packages, self.output_bytes = dict(files or {}), tuple(packages), output_kb * 1024

@@ -17,7 +17,7 @@ from verifiers.sandbox.host import Host, host_for
 from verifiers.sandbox.process import EndedError, Process
 from verifiers.sandbox.replies import FILE_WRITTEN, cell_ran, function_returned
 from verifiers.sandbox.result import Level, LevelName, Result
-from verifiers.sandbox.session import FILES_S, Session, check_code, encode
+from verifiers.sandbox.session import FILES_S, Session, check_code, check_name, encode
 
 Language = Literal["python", "bash"]
 
@@ -67,6 +67,8 @@ class Sandbox:
         _check_count("warm", warm, 0)
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s!r}")
+        for name in files or ():
+            check_name(name)
         self.memory_mb = memory_mb
         self.timeout_s = timeout_s
         self.language = language

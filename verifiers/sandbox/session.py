@@ -231,6 +231,12 @@ def check_name(name: Any) -> None:
     """Raise ValueError unless this can be the name of a file, before the session is asked for it."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"the name of a file must be a non-empty string without null characters; got {name!r}")
+    try:
+        name.encode(errors="surrogateescape")  # the form in which Python writes names that are not UTF-8
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the name of a file must be text that can be encoded; got {name!r} ({error.reason})"
+        ) from None
 
 
 def encode(content: bytes | str) -> str:

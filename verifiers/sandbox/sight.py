@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,7 +15,7 @@ _SYSTEM = (
     *("/lib", "/lib32", "/lib64", "/bin", "/sbin"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
 )
-_NEEDS_VERIFIERS = b"\nRequires-Dist: verifiers"
+_NEEDS_VERIFIERS = re.compile(rb"^Requires-Dist:\s*verifiers\b", re.IGNORECASE | re.MULTILINE)
 
 
 def site_folders() -> list[str]:
@@ -52,7 +53,7 @@ def _names_of_environments(site: str) -> set[str]:
         if entry.name.endswith(".dist-info"):
             folder = Path(entry.path)
             try:
-                if entry.name.startswith("verifiers-") or _NEEDS_VERIFIERS in (folder / "METADATA").read_bytes():
+                if entry.name.startswith("verifiers-") or _NEEDS_VERIFIERS.search((folder / "METADATA").read_bytes()):
                     names |= {_top(path) for path in _files_of(folder)}
             except OSError:  # an incomplete package
                 continue
@@ -67,5 +68,10 @@ def _top(path: str) -> str:
 
 
 def _files_of(folder: Path) -> list[str]:
-    lines = (folder / "RECORD").read_text(encoding="utf-8", errors="replace").splitlines()
+    """The files of an installed package; without a list of them, those named after the package."""
+    try:
+        lines = (folder / "RECORD").read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        name = folder.name.partition("-")[0]
+        return [name, f"{name}.py", folder.name]
     return [line.rpartition(",")[0].rpartition(",")[0].strip('"') for line in lines]

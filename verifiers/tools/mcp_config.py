@@ -6,12 +6,14 @@ import functools
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verifiers.clients.secrets import HIDDEN, hide_in_url, redact, secrets_in
 
+MAX_TRACEBACKS = 20  # in the log, per logger and process
 _LOGGERS = (
     *("client", "mcp.client.stdio", "mcp.client.streamable_http", "mcp.client.session", "mcp.client.sse"),
     *("mcp.shared.jsonrpc_dispatcher", "mcp.shared.dispatcher", "mcp.shared.session", "httpx", "httpx2"),
@@ -101,11 +103,15 @@ def as_config(given: MCPServerConfig | Mapping[str, Any]) -> MCPServerConfig:
 
 
 class HideSecrets(logging.Filter):
-    """Redacts the secrets of servers in the log records of the libraries in `_LOGGERS`."""
+    """Redacts the secrets of servers in the log records of the libraries in `_LOGGERS`, and limits tracebacks.
+
+    The MCP library logs a traceback for every line on a server's stdout that is not a message.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._secrets: set[str] = set()
+        self._tracebacks: Counter[str] = Counter()
 
     def add(self, config: MCPServerConfig) -> None:
         self._secrets |= set(config.secrets)
@@ -113,6 +119,12 @@ class HideSecrets(logging.Filter):
             logging.getLogger(name).addFilter(self)  # a second time has no effect
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            self._tracebacks[record.name] += 1
+            if self._tracebacks[record.name] > MAX_TRACEBACKS:
+                return False
+            if self._tracebacks[record.name] == MAX_TRACEBACKS:
+                record.msg = f"{record.msg} (further tracebacks of this logger are not shown)"
         if not self._secrets:
             return True
         record.msg, record.args = redact(record.getMessage(), self._secrets), None

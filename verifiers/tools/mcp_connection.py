@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
+import os
+import threading
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from verifiers.errors import InfraError
 from verifiers.tools.mcp_config import MCPServerConfig, hidden_in_logs
 
 START_S = 60.0
 STOP_S = 10.0
+LAST_WORDS_S = 1.0
 MAX_COMPLAINT_CHARS = 1000
+MAX_KEPT_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -84,23 +87,23 @@ class Connection:
     async def _live(self, ready: asyncio.Future[str | None]) -> None:
         """Run the session. Errors and stderr of the server may contain its secrets: only redacted text leaves here."""
         problem = "failed: it ended before it was ready"
-        with tempfile.TemporaryFile("w+", errors="replace") as errlog:
-            try:
-                await self._serve(ready, errlog)
-            except Exception as error:  # the MCP library's errors, whose names depend on its version
-                errlog.seek(0)
-                said = "\n".join([_message(_first(error)), errlog.read()[-MAX_COMPLAINT_CHARS:]]).strip()
-                problem = f"failed: {self.config.hide(said)}"
-            finally:
-                self._ended.set()
-                self.session = None
-                if not ready.done():
-                    ready.set_result(problem)
+        complaints = Complaints()
+        try:
+            await self._serve(ready, complaints)
+        except Exception as error:  # the MCP library's errors, whose names depend on its version
+            said = self.config.hide(f"{_message(_first(error))}\n{await complaints.last()}".strip())
+            problem = f"failed: {said[-MAX_COMPLAINT_CHARS:]}"
+        finally:
+            complaints.close()
+            self._ended.set()
+            self.session = None
+            if not ready.done():
+                ready.set_result(problem)
 
-    async def _serve(self, ready: asyncio.Future[str | None], errlog: TextIO) -> None:
+    async def _serve(self, ready: asyncio.Future[str | None], complaints: Complaints) -> None:
         from mcp import ClientSession
 
-        async with _streams(self.config, errlog) as (read, write), ClientSession(read, write) as session:
+        async with _streams(self.config, complaints) as (read, write), ClientSession(read, write) as session:
             await session.initialize()
             self.session = session
             if not ready.done():
@@ -121,15 +124,52 @@ class Connection:
             await asyncio.wait([task], timeout=STOP_S)
 
 
+class Complaints:
+    """The end of what a server writes to its stderr. A thread reads it, so that it neither fills a disk nor blocks."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._kept = b""
+        self._reader = threading.Thread(target=self._read, name="stderr of an MCP server", daemon=True)
+
+    def open(self) -> None:
+        """Make the pipe for a server that is about to start."""
+        self._came, self._fd = os.pipe()
+        self._reader.start()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        """Close this process's end; the thread ends when no other process has the pipe open."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    async def last(self) -> str:
+        """The end of it, of a server that has ended."""
+        if self._fd < 0:
+            return ""
+        self.close()
+        await asyncio.to_thread(self._reader.join, LAST_WORDS_S)  # a program that the server started may go on
+        return self._kept.decode(errors="replace")
+
+    def _read(self) -> None:
+        with open(self._came, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(MAX_KEPT_BYTES):
+                self._kept = (self._kept + chunk)[-MAX_KEPT_BYTES:]
+
+
 @contextlib.asynccontextmanager
-async def _streams(config: MCPServerConfig, errlog: TextIO) -> AsyncIterator[tuple[Any, Any]]:
+async def _streams(config: MCPServerConfig, complaints: Complaints) -> AsyncIterator[tuple[Any, Any]]:
     """The read and write streams, for any supported version of the MCP library."""
     if config.url is None:
         from mcp import StdioServerParameters, stdio_client
 
         assert config.command is not None
         parameters = StdioServerParameters(command=config.command, args=config.args, env=config.env)
-        async with stdio_client(parameters, errlog=errlog) as streams:
+        complaints.open()
+        async with stdio_client(parameters, errlog=complaints) as streams:
             yield streams[0], streams[1]
         return
     from mcp.client import streamable_http

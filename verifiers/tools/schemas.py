@@ -28,6 +28,7 @@ _PLAIN: dict[Any, Schema] = {
 }
 _HINTS = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _ARRAYS = (list, set, frozenset, Sequence, Collection, Iterable)
+_IN_JSON = (str, int, float, tuple, list, dict, type(None))
 MAX_DEPTH = 8  # limits recursive types
 
 
@@ -41,6 +42,8 @@ def schema_of(hint: Any, _depth: int = 0) -> Schema:
     """
     if _depth > MAX_DEPTH:
         return {}
+    if (named := _named_type(hint)) is not hint:
+        return schema_of(named, _depth + 1)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         described = description_in(hint)
@@ -64,7 +67,16 @@ def schema_of(hint: Any, _depth: int = 0) -> Schema:
     return _class_schema(hint, _depth) if isinstance(hint, type) else {}
 
 
+def _named_type(hint: Any) -> Any:
+    """The type that a ``NewType`` or a ``type`` statement names; any other hint unchanged."""
+    if isinstance(hint, typing.NewType):
+        return hint.__supertype__
+    return hint.__value__ if type(hint).__name__ == "TypeAliasType" else hint
+
+
 def _enumerated(values: list[Any]) -> Schema:
+    if not all(isinstance(value, _IN_JSON) for value in values):
+        return {}
     kinds = {type(value) for value in values}
     schema = dict(_PLAIN.get(kinds.pop(), {})) if len(kinds) == 1 else {}
     return {**schema, "enum": values}
@@ -128,6 +140,44 @@ def _library_schema(cls: type) -> Schema:
     except (TypeError, RuntimeError):
         return {}
     return {} if "$ref" in schema else schema
+
+
+def with_common_definitions(schema: Schema) -> Schema:
+    """Move the ``$defs`` of inner schemas to the top, where references look for them.
+
+    >>> inner = {"$defs": {"A": {"type": "integer"}}, "$ref": "#/$defs/A"}
+    >>> with_common_definitions({"type": "object", "properties": {"x": inner}})
+    {'type': 'object', 'properties': {'x': {'$ref': '#/$defs/A'}}, '$defs': {'A': {'type': 'integer'}}}
+    """
+    originals: Schema = {}
+    moved: Schema = {}
+
+    def walk(part: Any, names: Mapping[str, str]) -> Any:
+        if isinstance(part, list):
+            return [walk(item, names) for item in part]
+        if not isinstance(part, dict):
+            return part
+        inner = part.get("$defs")
+        if isinstance(inner, dict):
+            new = {name: _free_name(name, inner, originals) for name in inner}
+            names = {**names, **new}
+            unknown = [name for name in inner if new[name] not in originals]
+            originals.update({new[name]: inner for name in unknown})
+            moved.update({new[name]: walk(inner[name], names) for name in unknown})
+        reference = names.get(str(part.get("$ref", "")).removeprefix("#/$defs/"))
+        kept = {key: walk(value, names) for key, value in part.items() if key != "$defs"}
+        return {**kept, "$ref": f"#/$defs/{reference}"} if reference else kept
+
+    whole = walk(schema, {})
+    return {**whole, "$defs": moved} if moved else whole
+
+
+def _free_name(name: str, inner: Schema, originals: Schema) -> str:
+    """The name of a definition at the top; definitions that differ get names that differ."""
+    free, number = name, 2
+    while free in originals and originals[free] != inner:
+        free, number = f"{name}_{number}", number + 1
+    return free
 
 
 def description_in(hint: Any) -> str:
@@ -201,13 +251,16 @@ def _as_string(value: Any, hint: Any) -> Any:
 
 
 def _converted(value: Any, hint: Any, *, strict: bool) -> Any:
+    hint = _named_type(hint)
     if get_origin(hint) is Annotated:
         return _converted(value, get_args(hint)[0], strict=strict)
     if isinstance(hint, type) and callable(validate := getattr(hint, "model_validate", None)):  # pydantic
         return validate(value)
     try:
-        return msgspec.convert(value, hint, strict=strict)
+        return msgspec.convert(value, _supported(hint), strict=strict, dec_hook=_made)
     except TypeError:  # a hint that msgspec does not support
+        if isinstance(hint, type) and issubclass(hint, enum.Enum):
+            return _member(value, hint)
         if get_origin(hint) not in (Union, types.UnionType):
             return value
     for arg in get_args(hint):
@@ -216,6 +269,41 @@ def _converted(value: Any, hint: Any, *, strict: bool) -> Any:
         except ValueError:
             continue
     raise ValueError(f"{value!r:.100} is none of {_named(hint)}")
+
+
+def _supported(hint: Any) -> Any:
+    """The hint with ``Any`` in place of inner types that JSON Schema cannot describe, and ``list`` for ``Iterable``."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Literal, Annotated) or not args:
+        return hint
+    inner = tuple(arg if arg is Ellipsis else _supported(arg) if schema_of(arg) else Any for arg in args)
+    if origin in (Union, types.UnionType):
+        return Union[inner]  # noqa: UP007 - made from values
+    if origin is Iterable:
+        origin = list
+    return hint if inner == args and origin is get_origin(hint) else origin[inner]
+
+
+def _made(cls: Any, value: Any) -> Any:
+    """An instance of a class that msgspec does not know, inside another type: of pydantic, or a kind of dict."""
+    if callable(validate := getattr(cls, "model_validate", None)):
+        return validate(value)
+    origin = get_origin(cls) or cls
+    if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, dict):
+        items = dict[get_args(cls)] if len(get_args(cls)) == 2 else dict  # type: ignore[misc]
+        made = origin()
+        made.update(_converted(value, items, strict=False))
+        return made
+    raise ValueError(f"expected {_named(cls)}, got {value!r:.100}")
+
+
+def _member(value: Any, cls: type[enum.Enum]) -> enum.Enum:
+    """The member of an enumeration whose values msgspec does not support: of several types, or tuples."""
+    wanted = msgspec.json.encode(value)
+    for member in cls:
+        if msgspec.json.encode(member.value) == wanted:
+            return member
+    raise ValueError(f"expected {_named(cls)}, got {value!r:.100}")
 
 
 def _named(hint: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from verifiers.tools.docstrings import read_docstring
 from verifiers.tools.faults import MissingArgumentError, UnknownArgumentError, WrongTypeError
-from verifiers.tools.schemas import Schema, description_in, fit, hint_of, schema_of
+from verifiers.tools.schemas import Schema, description_in, fit, hint_of, schema_of, with_common_definitions
 
 MAX_NAME_CHARS = 64
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME_CHARS}}}")
@@ -254,6 +255,8 @@ def _property(parameter: inspect.Parameter, hint: Any, described: str) -> Schema
     if text := description_in(hint) or described:
         schema["description"] = text
     default = parameter.default
+    if isinstance(default, float) and not math.isfinite(default):  # JSON has no such number
+        return schema
     if isinstance(default, (str, int, float, bool)) or (isinstance(default, (list, dict)) and not default):
         schema["default"] = default
     return schema
@@ -265,6 +268,7 @@ def _schema(
     parameters: Schema = {"type": "object", "properties": dict(properties), "required": required}
     if not takes_more:
         parameters["additionalProperties"] = False
+    parameters = with_common_definitions(parameters)
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 

@@ -91,7 +91,7 @@ def _try_full(config: Mapping[str, Any], client: int) -> str:
             zygote = Zygote(policy, client, config["packages"])
             zygote.self_test()
         except OSError as error:
-            os.write(told, (error.strerror or str(error)).encode())
+            os.write(told, _reason(error).encode())
             os._exit(1)
         os.close(told)
         zygote.serve([] if policy.landlock else ["this kernel has no Landlock, a second protection of files"])
@@ -116,7 +116,7 @@ def _try_reduced(policy: Policy) -> str | None:
             confine(policy, {**SELF_TEST, "uid": scratch.uid}, scratch.path)
             verify(policy)
         except OSError as error:
-            os.write(told, (error.strerror or str(error)).encode())
+            os.write(told, _reason(error).encode())
         os._exit(0)
     os.close(told)
     with open(came, "rb") as pipe:
@@ -135,6 +135,11 @@ def _wait_for(child: int, client: int) -> NoReturn:
         poll.register(fd, select.POLLIN)
     poll.poll()
     os._exit(0)  # the child dies with this process (PR_SET_PDEATHSIG)
+
+
+def _reason(error: OSError) -> str:
+    """What failed, with the file if it was one."""
+    return (error.strerror or str(error)) + (f": {error.filename}" if error.filename else "")
 
 
 def _say_hello(control: int, policy: Policy, reasons: list[str]) -> None:
@@ -188,7 +193,6 @@ class Zygote:
             reasons.append("only root can read this Python's folder, so cells can import only preloaded modules")
             preload(IF_UNREADABLE.split())
         preload(self.packages)
-        os.dup2(CONTROL, 2)
         self.python = PythonCells()  # writes to descriptors 1 and 2, which are different files in each session
         rehearse(self.python)
         _spare_locks(self.policy)
@@ -199,6 +203,7 @@ class Zygote:
         if self.policy.level == "full":  # after importing packages, which may lock any files
             self.listener = locks.listen()
             self.policy.prepare_filters(may_lock=self.listener >= 0)
+        os.dup2(CONTROL, 2)  # until here, the application reads why it failed from standard error
         _say_hello(self.control.fileno(), self.policy, reasons)
         for fd in (self.control.fileno(), self.client, *([self.listener] if self.listener >= 0 else [])):
             self.poll.register(fd, select.EPOLLIN)
