@@ -402,7 +402,7 @@ class Service:
 def check_optimizer(given: Any) -> None:
     """Raise unless this is the configuration of the one optimizer that there is."""
     kind = given.get("type", "adamw") if isinstance(given, Mapping) else given
-    if kind not in ("adam", "adamw"):
+    if kind != "adamw":
         raise RequestRefusedError(f"the only optimizer of this server is adamw, not {kind!r:.80}")
 
 
