@@ -52,6 +52,11 @@ def test_printable_text_has_no_control_characters_but_newline_and_tab(text: str)
     assert "\x9b" not in shown
 
 
+def test_text_that_would_reorder_a_line_is_shown_as_what_it_is() -> None:
+    for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A)):
+        assert printable(f"reward {chr(code)}0.1") == f"reward \\u{code:04x}0.1"
+
+
 def test_a_sample_shows_prompt_reply_and_reward_and_obeys_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [[{"role": "user", "content": "2+2?"}], "plain [red]text[/red]"]
     completions = [[{"role": "assistant", "content": "four \x1b[2J"}], "c"]

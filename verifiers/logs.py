@@ -11,7 +11,7 @@ from typing import Any
 
 from verifiers.messages import messages_to_printable, role_of, text_of
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last two: text direction
 _HANDLER_NAME = "verifiers"
 _LOGGER = logging.getLogger("verifiers")
 
@@ -52,10 +52,10 @@ def quiet_verifiers() -> log_level:
 def printable(text: str) -> str:
     r"""Make model output safe for a terminal: control characters (and so escape sequences) are shown as text.
 
-    >>> printable("a\x1b[31mb")
-    'a\\x1b[31mb'
+    >>> printable("a\x1b[31mb"), printable("gnp\u202e.exe")
+    ('a\\x1b[31mb', 'gnp\\u202e.exe')
     """
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_prompt_completions_sample(
