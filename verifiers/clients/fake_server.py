@@ -122,7 +122,7 @@ class FakeServer(ServerThread):
 
     async def _answer(self, http: web.BaseRequest) -> web.StreamResponse:
         content = await http.read()
-        if refusal := self._refuse_key(http):
+        if (refusal := self._refuse_key(http)) is not None:  # a response without items is false before aiohttp 3.12
             return refusal
         if http.method == "GET" and http.path.endswith("/models"):
             model = {"id": "fake", "object": "model", "created": CREATED, "owned_by": "verifiers"}
@@ -141,7 +141,7 @@ class FakeServer(ServerThread):
                 return await self._fail(http, dialect, fault)
             return await self._reply(http, dialect, body, fault)
         except ConnectionError as error:
-            if nobody := lost_client(http, error):
+            if (nobody := lost_client(http, error)) is not None:
                 return nobody
             raise
 

@@ -106,7 +106,7 @@ class AgentEndpoint:
         except errors.Error as error:
             return _final(error_reply(request, *words_of(error), str(error)))
         except Exception as error:
-            if nobody := lost_client(request, error):
+            if (nobody := lost_client(request, error)) is not None:
                 return nobody
             logger.exception("%s %s failed", request.method, request.path)
             return _final(

@@ -81,7 +81,7 @@ class ServedModel:
             self.serving.counts[code] += 1
             return error_reply(http, status, kind, code, str(error))
         except Exception as error:
-            if nobody := lost_client(http, error):
+            if (nobody := lost_client(http, error)) is not None:
                 return nobody
             logger.exception("%s %s failed", http.method, http.path)
             return error_reply(http, 500, "server_error", "internal_error", f"{type(error).__name__}: {error}")

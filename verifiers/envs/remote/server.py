@@ -115,7 +115,7 @@ class ServedEnvironment:
         except RequestRefusedError as error:
             return _refused(400, "invalid_request", str(error))
         except Exception as error:
-            if nobody := lost_client(request, error):
+            if (nobody := lost_client(request, error)) is not None:
                 return nobody
             logger.exception("%s %s failed", request.method, request.path)
             return _refused(500, "internal_error", f"{type(error).__name__}: {error}")

@@ -111,7 +111,7 @@ class Endpoints:
         except errors.Error as error:
             return _error(503, str(error))
         except Exception as error:
-            if nobody := lost_client(http, error):
+            if (nobody := lost_client(http, error)) is not None:
                 return nobody
             logger.exception("%s %s failed", http.method, http.path)
             return _error(500, f"{type(error).__name__}: {error}")
