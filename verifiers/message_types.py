@@ -297,13 +297,16 @@ class ResponseMessage(AssistantMessage):
         else:
             self[name] = value
 
+    @classmethod
+    def of(cls, message: dict[str, Any], finish_reason: str | None, is_truncated: bool | None, tokens: Any) -> Self:
+        """The message of a reply, with exactly its keys."""
+        made: Self = filled(cls, message)
+        _make_readable(made)
+        made.finish_reason, made.is_truncated, made.tokens = finish_reason, is_truncated, tokens
+        return made
+
     def __reduce__(self) -> Any:
-        ended = {name: getattr(self, name) for name in ResponseMessage.__slots__}
-        return _response_message, (dict(self), ended)
-
-
-def _response_message(message: dict[str, Any], ended: dict[str, Any]) -> ResponseMessage:
-    return ResponseMessage(**message, **ended)
+        return type(self).of, (dict(self), self.finish_reason, self.is_truncated, self.tokens)
 
 
 _MESSAGES = frozenset((AnyMessage, ResponseMessage, *_KINDS.values()))
