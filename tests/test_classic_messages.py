@@ -334,6 +334,20 @@ def test_the_reply_has_a_message_as_from_0_1_11_on() -> None:
     assert pickle.loads(pickle.dumps(response)).message.content == "4"
 
 
+def test_a_message_with_fields_of_a_reply_is_kept_as_it_is() -> None:
+    class Reading(Guessing):
+        async def add_model_response(self, state, prompt_messages, response) -> None:
+            assert response.message.finish_reason == "stop"
+            await super().add_model_response(state, prompt_messages, response)
+
+    said = {"role": "assistant", "content": "4", "finish_reason": "odd", "refusal": None}
+    state = play(Reading(dataset=ROWS, max_turns=1), vf.Completion(message=said, finish_reason="stop"))
+    assert state["completion"] == [said]
+    message = vf.ResponseMessage(content="4", finish_reason="stop", is_truncated=False)
+    twin = pickle.loads(pickle.dumps(message))
+    assert (twin, twin.finish_reason, twin.is_truncated) == (message, "stop", False)
+
+
 def test_a_reply_of_an_overridden_get_model_response_may_be_one_of_0_1_11() -> None:
     class Canned(vf.SingleTurnEnv):
         async def get_model_response(self, state, prompt, **kwargs):

@@ -2,93 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import msgspec
-
-
-class View(dict[str, Any]):
-    """A decoded JSON object whose keys, at every level, are attributes as well.
-
-    >>> View({"choices": [{"message": {"content": "4"}}]}).choices[0].message.content
-    '4'
-    """
-
-    __slots__ = ()
-    _optional: ClassVar[frozenset[str]] = frozenset()  # attributes that are None if the key is missing
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            value = self[name]
-        except KeyError:
-            if name in self._optional:
-                return None
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
-        seen = _view(value)
-        if seen is not value:
-            self[name] = seen  # so that a change of what was returned is a change of this object
-        return seen
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        try:
-            del self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __reduce__(self) -> Any:
-        return _filled, (type(self), dict(self))  # ten times as fast as item by item
-
-    @classmethod
-    def model_validate(cls, given: Any) -> Self:
-        """An object from a mapping of its fields."""
-        return cls(**given)
-
-    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """Plain data. Like pydantic, it has None for optional fields, unless ``exclude_none``."""
-        dumped = {key: plain(value) for key, value in self.items() if value is not None or not exclude_none}
-        return dumped if exclude_none else dumped | dict.fromkeys(sorted(self._optional - dumped.keys()))
-
-    def model_dump_json(self, **given: Any) -> str:
-        return msgspec.json.encode(self.model_dump(**given)).decode()
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with changes; with ``deep``, of everything in it too."""
-        made: Self = _filled(type(self), plain(self) if deep else self)
-        for name, value in (update or {}).items():
-            made[name] = value
-        return made
-
-
-def _filled(cls: type[Any], fields: Mapping[str, Any]) -> Any:
-    """An object of a class of this module that has exactly these keys."""
-    made = dict.__new__(cls)
-    dict.update(made, fields)
-    return made
-
-
-def _view(value: Any) -> Any:
-    if type(value) is dict:
-        return _filled(View, value)
-    if type(value) is list and any(type(item) is dict for item in value):
-        return [_view(item) for item in value]
-    return value
-
-
-def plain(value: Any) -> Any:
-    """The same data in dicts and lists without attributes.
-
-    >>> type(plain([UserMessage(content="hi")])[0]) is dict
-    True
-    """
-    if isinstance(value, View) or type(value) is dict:
-        return {key: plain(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}
-    return [plain(item) for item in value] if type(value) is list else value
-
+from verifiers.views import View, filled, view_of
 
 # --- tool calls and tools -----------------------------------------------------------------------------------------
 
@@ -161,11 +78,17 @@ class Tool(_OfFunction):
     _optional = frozenset(("strict",))
 
     def __init__(
-        self, *, name: str, description: str, parameters: dict[str, Any], strict: bool | None = None, **more: Any
+        self,
+        *,
+        name: str,
+        description: str,
+        parameters: dict[str, Any],
+        strict: bool | None = None,
+        type: str = "function",
+        **more: Any,
     ) -> None:
         function = {"name": name, "description": description, "parameters": parameters}
-        more.setdefault("type", "function")
-        super().__init__(function=function if strict is None else {**function, "strict": strict}, **more)
+        super().__init__(type=type, function=function if strict is None else {**function, "strict": strict}, **more)
 
 
 def as_tool_call(call: Any) -> Any:
@@ -177,14 +100,14 @@ def as_tool_call(call: Any) -> Any:
         call = dump(exclude_none=True) if callable(dump) else call
     if not isinstance(call, dict):
         return call
-    return ToolCall(**{"id": "", **call}) if _is_flat(call, "arguments") else _filled(ToolCall, call)
+    return ToolCall(**{"id": "", **call}) if _is_flat(call, "arguments") else filled(ToolCall, call)
 
 
 def as_tool(tool: Any) -> Any:
     """A tool's schema in OpenAI's form or in that of 0.1.11, ``{"name", "description", "parameters"}``, as a `Tool`."""
     if isinstance(tool, Tool) or not isinstance(tool, dict):
         return tool
-    return Tool(**{"description": "", **tool}) if _is_flat(tool, "parameters") else _filled(Tool, tool)
+    return Tool(**{"description": "", **tool}) if _is_flat(tool, "parameters") else filled(Tool, tool)
 
 
 def _is_flat(given: dict[str, Any], field: str) -> bool:
@@ -290,7 +213,7 @@ def _make_readable(message: AnyMessage) -> None:
     if "tool_calls" in message and type(calls := message["tool_calls"]) is list:
         message["tool_calls"] = [as_tool_call(call) for call in calls]
     if type(content := message.get("content")) is list:
-        message["content"] = _view(content)
+        message["content"] = view_of(content)
 
 
 # --- parts of a message's content ---------------------------------------------------------------------------------
@@ -374,13 +297,16 @@ class ResponseMessage(AssistantMessage):
         else:
             self[name] = value
 
+    @classmethod
+    def of(cls, message: dict[str, Any], finish_reason: str | None, is_truncated: bool | None, tokens: Any) -> Self:
+        """The message of a reply, with exactly its keys."""
+        made: Self = filled(cls, message)
+        _make_readable(made)
+        made.finish_reason, made.is_truncated, made.tokens = finish_reason, is_truncated, tokens
+        return made
+
     def __reduce__(self) -> Any:
-        ended = {name: getattr(self, name) for name in ResponseMessage.__slots__}
-        return _response_message, (dict(self), ended)
-
-
-def _response_message(message: dict[str, Any], ended: dict[str, Any]) -> ResponseMessage:
-    return ResponseMessage(**message, **ended)
+        return type(self).of, (dict(self), self.finish_reason, self.is_truncated, self.tokens)
 
 
 _MESSAGES = frozenset((AnyMessage, ResponseMessage, *_KINDS.values()))

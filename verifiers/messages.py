@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, cast
 
-from verifiers.message_types import are_readable, plain, readable
+from verifiers.message_types import are_readable, readable
 from verifiers.types import ChatMessage, Messages
+from verifiers.views import plain
 
 
 def as_messages(value: Any, *, role: str = "user") -> list[ChatMessage]:

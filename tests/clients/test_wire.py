@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifiers.clients import wire
-from verifiers.clients.protocol import View
 from verifiers.errors import RequestRefusedError
+from verifiers.views import View
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too
 values = st.recursive(

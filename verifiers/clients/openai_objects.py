@@ -29,19 +29,14 @@ def as_openai(completion: Completion, message_type: MessageType = "chat") -> Any
 def response_message(completion: Completion) -> ResponseMessage:
     """The message of a reply with how it ended, as ``response.message`` has it from 0.1.11 on."""
     tokens = completion.tokens
-    return ResponseMessage(
-        **completion.message,
-        finish_reason=completion.finish_reason,
-        is_truncated=completion.is_truncated,
-        tokens=tokens
-        and ResponseTokens(
-            prompt_ids=tokens.prompt_ids,
-            prompt_mask=[0] * len(tokens.prompt_ids),
-            completion_ids=tokens.completion_ids,
-            completion_mask=[1] * len(tokens.completion_ids),
-            completion_logprobs=tokens.logprobs,
-        ),
+    shown = tokens and ResponseTokens(
+        prompt_ids=tokens.prompt_ids,
+        prompt_mask=[0] * len(tokens.prompt_ids),
+        completion_ids=tokens.completion_ids,
+        completion_mask=[1] * len(tokens.completion_ids),
+        completion_logprobs=tokens.logprobs,
     )
+    return ResponseMessage.of(completion.message, completion.finish_reason, completion.is_truncated, shown)
 
 
 def with_ending(response: Any) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from verifiers.message_types import View
 from verifiers.types import ChatMessage, MessageType, Usage, VersionSpan
+from verifiers.views import View
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

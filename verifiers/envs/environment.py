@@ -40,13 +40,14 @@ from verifiers.envs.states import fresh_state
 from verifiers.envs.trainer_calls import TrainerCalls
 from verifiers.errors import HookError, RequestRefusedError, wrap
 from verifiers.escapes import hurry
-from verifiers.message_types import as_tool, plain
+from verifiers.message_types import as_tool
 from verifiers.messages import concat_messages, make_readable, request_messages
 from verifiers.parsers import Parser
 from verifiers.rollout import abandon, note_error, note_timing, read_error
 from verifiers.rubrics import Rubric
 from verifiers.stats import as_aggregates
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State, Usage
+from verifiers.views import plain
 
 if TYPE_CHECKING:
     from verifiers.envs.run_steps import Player

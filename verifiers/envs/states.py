@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from verifiers.errors import GraderError
-from verifiers.message_types import View, as_tool, plain
+from verifiers.message_types import as_tool
 from verifiers.messages import as_messages, make_readable, readable_messages, role_of
 from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
 from verifiers.store.plain import to_json
 from verifiers.store.record import is_usable, read_usage
 from verifiers.types import MessageType, Row, SamplingArgs, State, unique_id
+from verifiers.views import View, plain
 
 
 def fresh_state(

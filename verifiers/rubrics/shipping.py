@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from verifiers.message_types import View, plain
 from verifiers.types import State
+from verifiers.views import View, plain
 
 LIVE = ("client",)
 """Keys of a state that are not sent to workers, because they hold connections and API keys."""

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from verifiers.message_types import AnyMessage, TextMessage, View, readable
+from verifiers.message_types import AnyMessage, TextMessage, readable
 from verifiers.messages import (
     concat_messages,
     messages_to_printable,
@@ -15,6 +15,7 @@ from verifiers.messages import (
     strip_nones_from_content,
 )
 from verifiers.types import ChatMessage
+from verifiers.views import View
 
 __all__ = [
     "concat_messages",
