@@ -364,6 +364,18 @@ def test_rescore_says_that_the_data_set_has_other_answers_now_and_how_to_score_b
     assert (figures["examples_with_other_answers"], figures["examples_not_in_data_set"]) == (3, 0)
 
 
+@pytest.mark.parametrize("more", [[], ["--dataset-answers"]], ids=["saved", "dataset"])
+def test_rescore_says_that_examples_with_another_prompt_keep_their_saved_answers(run, runs, more):
+    corrected = Path("corrected/toy_runs/toy_runs.py")
+    corrected.parent.mkdir(parents=True)
+    corrected.write_text(
+        TOY.replace('"question": f"', '"question": f"New: ').replace('"answer": str(i % 2)', '"answer": ""')
+    )
+    result = run("rescore", "aaaa", "-p", "corrected", *more)
+    assert "6 examples of the run were scored by the saved answers" in result.stderr
+    assert "the reward was 0.500" in result.stdout
+
+
 def test_a_run_that_was_scored_anew_is_as_finished_as_the_run_it_was_made_of(run, runs):
     run("rescore", "aaaa", "-p", "mine", "-o", "outputs/evals/toy-runs--a/whole")
     made = RunDir.open("outputs/evals/toy-runs--a/whole").metadata
