@@ -312,8 +312,8 @@ class _Replies(dict[str, str]):
         self[name] = reply
 
     def _own(self, key: str, judge: _Judge) -> list[str]:
-        """Keys for judges with the same model name: by the server's address, which alone does not tell apart judges with
-        other sampling arguments; or numbered, if the server has no address."""
+        """Keys for judges with the same model name: by the server's address, then by their sampling arguments too; or
+        numbered, if the server has no address."""
         model, server, sampling = judge
         if isinstance(server, str):
             return [f"[{model} at {server}] {key}", f"[{model} at {server} with {sampling}] {key}"]
