@@ -36,6 +36,26 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
     return [message for messages in messages_list for message in as_messages(messages)]
 
 
+_CONTAINERS = (dict, list, tuple, set)
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of dicts, lists, tuples and sets; all other values are shared.
+
+    >>> row = {"seen": {1}, "board": [["x"]]}
+    >>> copied(row) == row, copied(row)["seen"] is row["seen"]
+    (True, False)
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: copied(item) if type(item) in _CONTAINERS else item for key, item in value.items()}
+    if kind is list:
+        return [copied(item) if type(item) in _CONTAINERS else item for item in value]
+    if kind is tuple:
+        return tuple(map(copied, value))
+    return set(value) if kind is set else value
+
+
 def content_text(content: Any) -> str:
     """The text of a message's content: a string, or the text parts of a list.
 

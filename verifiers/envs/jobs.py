@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from verifiers.envs.rows import RowFormat, Rows, as_rows, from_columns
 from verifiers.escapes import contained
 from verifiers.runner import Job
+from verifiers.store import example_key
 from verifiers.types import Row
 
 
@@ -64,7 +66,10 @@ def jobs_of_inputs(inputs: Any, row_format: RowFormat, repeats: int) -> list[Job
 
 
 def _without_ids(inputs: Any) -> list[Row]:
-    """Move the ids to another key, because they may repeat here, and a data set's ids must be unique."""
+    """Move the ids to another key, because they may repeat here, and a data set's ids must be unique.
+
+    They become what is stored of them, because a resumed run finds its rollouts by it; NaN is no id (pandas).
+    """
     if isinstance(inputs, Mapping) and _is_one_row(inputs):
         inputs = [inputs]
     if isinstance(inputs, Mapping):
@@ -72,8 +77,9 @@ def _without_ids(inputs: Any) -> list[Row]:
     rows = []
     for row in inputs:
         row = dict(row)
-        if row.get("example_id") is not None:
-            row["given_id"] = row.pop("example_id")
+        given = row.pop("example_id", None)
+        if given is not None and not (isinstance(given, float) and math.isnan(given)):
+            row["given_id"] = example_key(given)
         rows.append(row)
     return rows
 

@@ -14,7 +14,8 @@ from verifiers.envs.run_steps import key_of
 from verifiers.envs.states import note_missed, state_to_rescore
 from verifiers.runner import Job
 from verifiers.store import DEFAULT_ROOT, RunDir, encode, read_records
-from verifiers.types import State
+from verifiers.store.config import ROWS, stable
+from verifiers.types import Row, State
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -44,7 +45,7 @@ def open_store(
         "num_examples": metadata["num_examples"],
         "message_type": env.message_type,
         "max_turns": getattr(env, "max_turns", None),
-        "rows": _fingerprint(jobs),
+        ROWS: _fingerprint(jobs),
         "score": is_scored,
         "independent_scoring": options.independent_scoring,
         "reward_weights": env.rubric.weights_by_name(),
@@ -111,8 +112,16 @@ def rewards_of(run_dir: RunDir | None, kept: set[tuple[Any, int]]) -> Iterator[t
 def _fingerprint(jobs: Sequence[Job]) -> str:
     """A digest of the rows, so that a run is not resumed with different ones."""
     digest = hashlib.sha256()
+    first: dict[Any, Row] = {}
     for job in jobs:
-        if job.repeat == 0:
-            row = job.row
-            digest.update(encode({key: row.get(key) for key in ("example_id", "prompt", "answer", "task", "info")}))
+        known = first.setdefault(job.row["example_id"], job.row)
+        # Rows that a host passed may have the same id and yet differ.
+        is_other = known is not job.row and _identity(known) != _identity(job.row)
+        if job.repeat == 0 or is_other:
+            digest.update(_identity(job.row))
     return digest.hexdigest()[:16]
+
+
+def _identity(row: Row) -> bytes:
+    given = {key: row.get(key) for key in ("example_id", "prompt", "answer", "task", "info")}
+    return encode({**given, "answer": stable(given["answer"]), "info": stable(given["info"])})

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from verifiers.errors import GraderError
-from verifiers.messages import as_messages, role_of
+from verifiers.messages import as_messages, copied, role_of
 from verifiers.rubrics.score import Score, forget_score
 from verifiers.store import Record
 from verifiers.store.plain import to_json
@@ -31,7 +31,7 @@ def fresh_state(
     message_type: MessageType,
 ) -> State:
     """The initial state of a rollout of this row. The row itself is not changed."""
-    fields: Row = _copied(dict(row))
+    fields: Row = copied(dict(row))
     if isinstance(fields.get("info"), str):
         fields["info"] = msgspec.json.decode(fields["info"])
     fields.setdefault("task", task)
@@ -64,13 +64,6 @@ def fresh_state(
     return state
 
 
-def _copied(value: Any) -> Any:
-    """A deep copy of dicts and lists, which a rollout may change; all other values are shared."""
-    if type(value) is dict:
-        return {key: _copied(item) if type(item) in (dict, list) else item for key, item in value.items()}
-    return [_copied(item) for item in value] if type(value) is list else value
-
-
 _TIMING_FIELDS = ("generation_ms", "scoring_ms", "total_ms")
 
 
@@ -100,7 +93,7 @@ def _as_it_was(saved: Any, given: Any) -> Any:
     """The row's value if it equals the saved one in JSON, which has no tuples, dates or integer keys."""
     if given is None or (type(given) is str and given == saved):
         return saved
-    return _copied(given) if to_json(given) == to_json(saved) else saved
+    return copied(given) if to_json(given) == to_json(saved) else saved
 
 
 class ScoredAgain(State):

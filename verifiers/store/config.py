@@ -11,6 +11,7 @@ import msgspec
 
 from verifiers.store.plain import to_json
 
+ROWS = "rows"  # the key of a digest of the data set's rows
 _SECRET = re.compile(
     r"(api[_-]?key|secret|password|authorization|cookie|credentials?|^token|(access|api|auth|bearer|hf|session)[_-]?token)$",
     re.IGNORECASE,
@@ -24,7 +25,7 @@ def normalise(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> normalise({"seeds": (1, 2), "env_args": {"judge_api_key": "sk-1"}})
     {'seeds': [1, 2], 'env_args': {'judge_api_key': '***'}}
     """
-    stored: dict[str, Any] = msgspec.json.decode(_ADDRESS.sub(b"", to_json(dict(config))))
+    stored: dict[str, Any] = msgspec.json.decode(_ADDRESS.sub(b"", to_json(stable(dict(config)))))
     shown: dict[str, Any] = without_secrets(stored)
     return shown
 
@@ -39,6 +40,30 @@ def fingerprint(config: Mapping[str, Any]) -> str:
     return hashlib.blake2b(to_json(flat), digest_size=8).hexdigest()
 
 
+def stable(value: Any) -> Any:
+    """A value whose JSON is the same in every process: sets are sorted, and reprs of objects have no addresses.
+
+    >>> stable({"tags": {"b", "a"}, "n": (1, 2)})
+    {'tags': ['a', 'b'], 'n': [1, 2]}
+    """
+    try:
+        return _stable(value)
+    except RecursionError:  # it contains itself
+        return value
+
+
+def _stable(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {key: _stable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stable(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(_stable, value), key=to_json)
+    return msgspec.json.decode(_ADDRESS.sub(b"", to_json(value)))
+
+
 def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> list[str]:
     """One sentence for each key that differs, with both values.
 
@@ -46,10 +71,12 @@ def differences(made_with: Mapping[str, Any], asked_for: Mapping[str, Any]) -> l
     ['this run was made with sampling_args.temperature=0.7, you ask for 1.0']
     """
     made, asked = dict(_flat(normalise(made_with))), dict(_flat(normalise(asked_for)))
+    differing = [key for key in {**made, **asked} if made.get(key) != asked.get(key)]
     return [
-        f"this run was made with {key}={_short(made.get(key))}, you ask for {_short(asked.get(key))}"
-        for key in {**made, **asked}
-        if made.get(key) != asked.get(key)
+        "this run was made with other rows: prompts, answers or info were changed, or the order of the rows"
+        if key == ROWS and key in made and key in asked
+        else f"this run was made with {key}={_short(made.get(key))}, you ask for {_short(asked.get(key))}"
+        for key in differing
     ]
 
 

@@ -10,7 +10,7 @@ import msgspec
 from verifiers.errors import describe
 from verifiers.messages import template_settings
 from verifiers.store.config import without_secrets
-from verifiers.store.plain import describe_object, plain, to_json
+from verifiers.store.plain import describe_object, plain, sanitise_text, to_json
 from verifiers.types import LARGEST_SCORE, Usage
 
 Record = dict[str, Any]
@@ -115,11 +115,13 @@ def example_key(example_id: Any) -> int | str:
     >>> example_key(7), example_key("a-7"), example_key((1, 2))
     (7, 'a-7', '[1,2]')
     """
-    if type(example_id) is int or type(example_id) is str:
+    if type(example_id) is int or (type(example_id) is str and example_id.isascii()):
         return example_id
     value = plain(example_id)
-    if type(value) is int or type(value) is str:
+    if type(value) is int:
         return value
+    if type(value) is str:
+        return sanitise_text(value)  # as in the file
     return to_json(value).decode()
 
 
