@@ -301,6 +301,12 @@ def test_parquet_is_known_by_its_name(run, repeated):
     assert "parquet cannot be written to stdout" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
 
 
+def test_an_export_into_a_file_whose_name_promises_another_format_is_refused(run, repeated):
+    result = run("export", str(repeated), "-o", "rollouts.csv", code=2)
+    assert "-o rollouts.csv: this format cannot be written; end the name in .jsonl or .parquet" in result.stderr
+    assert not Path("rollouts.csv").exists()
+
+
 def test_a_reader_that_has_seen_enough_of_an_export_is_no_error(start, repeated):
     rows = [{"example_id": i, "rollout": 0, "prompt": "x" * 1000, "completion": "y", "reward": 1.0} for i in range(999)]
     with RunDir.open(repeated).appender() as out:

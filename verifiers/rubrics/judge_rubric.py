@@ -12,7 +12,7 @@ from typing import Any
 
 from verifiers import calls, messages
 from verifiers.clients import as_client
-from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.protocol import Completion, Request, check_sampling
 from verifiers.clients.resolve import OPENAI_URL, server_of
 from verifiers.errors import JudgeError, OverlongPromptError
 from verifiers.parsers import Parser
@@ -75,6 +75,7 @@ class JudgeRubric(Rubric):
         self.judge_client = _DefaultClient() if given is None else given
         self.judge_model = judge_model
         self.judge_sampling_args = dict(judge_sampling_args or {})
+        check_sampling(self.judge_sampling_args)
         self.judge_prompt = judge_prompt
         self.max_retries = max_retries
         self._asked: dict[tuple[Any, ...], _Ask] = {}
