@@ -291,6 +291,16 @@ def test_a_run_of_inputs_is_not_resumed_if_a_later_row_with_the_same_id_was_chan
         env.generate(rows, client=vf.FakeClient("x"), model="m", results_path=tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("metrics", ["x", [1], None], ids=str)
+def test_a_run_with_metrics_that_another_program_wrote_is_resumed(metrics: Any, tmp_path: Path) -> None:
+    evaluate(make_env(), tmp_path / "run")
+    first, *others = map(json.loads, lines_of(tmp_path / "run/results.jsonl"))
+    del first["line_crc32"]
+    lines = [json.dumps(one) + "\n" for one in ({**first, "metrics": metrics}, *others)]
+    (tmp_path / "run/results.jsonl").write_text("".join(lines))
+    assert evaluate(make_env(), tmp_path / "run", resume=True).mean_reward == 1.0
+
+
 def test_a_group_of_environments_is_not_resumed_with_another_weight_of_a_member(tmp_path: Path) -> None:
     group = vf.EnvGroup([make_env(2), make_env(2)], ["a", "b"])
     evaluate(group, tmp_path / "run")

@@ -84,8 +84,8 @@ def restored_state(record: Record, row: Row) -> State:
     if state.get("error") is None and not is_usable(state.get("reward")):
         message = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming runs the rollout again"
         state["error"], state["reward"] = GraderError(message), None
-    if isinstance(metrics := state.get("metrics"), dict):
-        state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
+    metrics = metrics if isinstance(metrics := state.get("metrics"), dict) else {}
+    state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
 
 
