@@ -201,7 +201,11 @@ def evaluate(env: vf.Environment, path: Path, *, client: Any = None, **kwargs: A
         (make_env(), {"num_examples": 5}, "num_examples=6, you ask for 5"),
         (make_env(), {"rollouts_per_example": 3}, "rollouts_per_example=2, you ask for 3"),
         (make_env(env_args={"level": 2}), {}, r"env_args\.level=None, you ask for 2"),
-        (make_env(system_prompt="Think."), {}, "made with rows="),
+        (
+            make_env(system_prompt="Think."),
+            {},
+            "made with other rows: prompts, answers or info were changed, or the order",
+        ),
         (make_env(message_type="completion"), {}, "message_type='chat', you ask for 'completion'"),
         (make_env(weight=0.5), {}, r"reward_weights\.always_right=1\.0, you ask for 0\.5"),
         (make_env(reward=lambda completion: 1.0), {}, r"reward_weights\.always_right=1\.0, you ask for None"),
@@ -218,6 +222,83 @@ def test_a_run_is_not_resumed_with_another_configuration(
     with pytest.raises(ValueError, match=difference):
         evaluate(env, tmp_path / "run", resume=True, **{**settings, **changes})
     assert (tmp_path / "run/results.jsonl").read_bytes() == before
+
+
+ROWS_OF_ANYTHING = """
+import sys, verifiers as vf
+class Thing: pass
+seen = []
+def picky(completion, info):
+    seen.append(info)
+    if len(seen) == 1 and sys.argv[2] == "first":
+        raise RuntimeError("not yet")
+    return float(type(info["tags"]) is set and type(info["thing"]) is Thing)
+info = {"tags": set("uvwxyz"), "thing": Thing()}
+rows = [{"question": question, "answer": {"a", "b", "c"}, "info": info} for question in "ab"]
+env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([picky]), env_args={"names": set("klmnop")})
+results = env.evaluate(client=vf.FakeClient("x"), model="m", results_path=sys.argv[1], resume=sys.argv[2] != "first")
+assert results.mean_reward == 1.0, results
+"""
+
+
+def test_rows_with_sets_and_objects_are_resumed_in_another_process(tmp_path: Path) -> None:
+    for seed, which in enumerate(("first", "second")):
+        command = [sys.executable, "-c", ROWS_OF_ANYTHING, str(tmp_path / "run"), which]
+        ended = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+    assert len(lines_of(tmp_path / "run/results.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[(1, 2), "[1,2]"], [1.5, "1.5"], [True, "true", 1, 1.0], [b"a", "YQ=="], ["\ud800", "\\ud800"], [[1], {"a": 1}]],
+    ids=["tuple", "float", "bool", "bytes", "surrogate", "list"],
+)
+def test_inputs_whose_ids_are_stored_alike_are_resumed_each_with_its_own_rollout(
+    ids: list[Any], tmp_path: Path
+) -> None:
+    rows = [{"question": f"q{n}", "answer": "", "example_id": given} for n, given in enumerate(ids)]
+
+    def generate(**kwargs: Any) -> vf.Results:
+        made: vf.Results = env.generate(
+            rows, client=vf.FakeClient(lambda request: request.prompt[-1]["content"]), model="m", **kwargs
+        )
+        return made
+
+    is_down = True
+
+    def once(prompt: Any) -> float:
+        if is_down and prompt[-1]["content"] == "q0":
+            raise RuntimeError("not yet")
+        return 1.0
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "", "answer": ""}], rubric=vf.Rubric([once]))
+    assert len(generate(results_path=tmp_path).failed) == 1
+    is_down = False
+    results = generate(results_path=tmp_path, resume=True)
+    for state, row in zip(results.states, rows, strict=True):
+        assert [message["content"] for message in (*state["prompt"], *state["completion"])] == [row["question"]] * 2
+    saved = map(json.loads, lines_of(tmp_path / "results.jsonl"))
+    assert sorted(one["prompt"][-1]["content"] for one in saved) == [row["question"] for row in rows]
+
+
+def test_a_run_of_inputs_is_not_resumed_if_a_later_row_with_the_same_id_was_changed(tmp_path: Path) -> None:
+    env = make_env()
+    rows = [{"question": question, "answer": "", "example_id": 7} for question in ("a", "b")]
+    env.generate(rows, client=vf.FakeClient("x"), model="m", results_path=tmp_path / "run")
+    rows[1]["question"] = "c"
+    with pytest.raises(ValueError, match="made with other rows"):
+        env.generate(rows, client=vf.FakeClient("x"), model="m", results_path=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("metrics", ["x", [1], None], ids=str)
+def test_a_run_with_metrics_that_another_program_wrote_is_resumed(metrics: Any, tmp_path: Path) -> None:
+    evaluate(make_env(), tmp_path / "run")
+    first, *others = map(json.loads, lines_of(tmp_path / "run/results.jsonl"))
+    del first["line_crc32"]
+    lines = [json.dumps(one) + "\n" for one in ({**first, "metrics": metrics}, *others)]
+    (tmp_path / "run/results.jsonl").write_text("".join(lines))
+    assert evaluate(make_env(), tmp_path / "run", resume=True).mean_reward == 1.0
 
 
 def test_a_group_of_environments_is_not_resumed_with_another_weight_of_a_member(tmp_path: Path) -> None:

@@ -261,3 +261,18 @@ def test_a_cost_is_shown_only_where_the_price_of_all_tokens_is_known() -> None:
     assert (vf.Usage() + vf.Usage()).cost_usd is None
     assert (priced + unpriced).cost_usd is None
     assert (unpriced + priced + priced).cost_usd is None
+
+
+def test_the_tokens_of_rollouts_that_report_none_are_not_shown_as_zero() -> None:
+    def reply(request: Any) -> vf.Completion:
+        usage = vf.Usage(prompt_tokens=10, completion_tokens=2) if request.prompt[-1]["content"] == "a" else None
+        return vf.Completion(message={"role": "assistant", "content": "x"}, usage=usage)
+
+    class Silent:
+        async def complete(self, request: Any) -> vf.Completion:
+            return reply(request)
+
+    rows = [{"question": question, "answer": ""} for question in "aab"]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([lambda completion: 1.0]))
+    shown = str(env.evaluate(client=Silent(), model="m", use_tqdm=False))
+    assert "tokens: 20 prompt + 4 completion, without 1 of the rollouts, whose tokens were not reported" in shown

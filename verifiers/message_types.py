@@ -305,6 +305,9 @@ class ResponseMessage(AssistantMessage):
         made.finish_reason, made.is_truncated, made.tokens = finish_reason, is_truncated, tokens
         return made
 
+    def copied(self) -> Self:
+        return self.of(super().copied(), self.finish_reason, self.is_truncated, self.tokens)
+
     def __reduce__(self) -> Any:
         return type(self).of, (dict(self), self.finish_reason, self.is_truncated, self.tokens)
 

@@ -303,7 +303,9 @@ def _tokens(results: Results) -> str:
     cost = "" if usage.cost_usd is None else f", ${usage.cost_usd:.4f}"
     again = f" ({retried.total_tokens:,} of them in rollouts that failed and were run again)"
     told = f"tokens: {usage.prompt_tokens:,} prompt + {usage.completion_tokens:,} completion{cost}"
-    return told + again * bool(retried.total_tokens)
+    unknown = sum(state.peek_usage() is None for state in results.scored)
+    uncounted = f", without {unknown:,} of the rollouts, whose tokens were not reported"
+    return told + again * bool(retried.total_tokens) + uncounted * bool(unknown)
 
 
 def figures(results: Results) -> list[str]:

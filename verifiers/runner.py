@@ -80,7 +80,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "generation", "scoring"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value == 0 or value < -1):
+            is_unset = value is None and name != "max_concurrent"
+            if not is_unset and (not isinstance(value, int) or value == 0 or value < -1):
                 raise ValueError(f"{name} must be a positive number, or -1 for no limit; got {value!r}")
 
     def workers(self, jobs: int) -> int:

@@ -62,6 +62,11 @@ class View(dict[str, Any]):
             made[name] = value
         return made
 
+    def copied(self) -> Self:
+        """A copy of this object and of the dicts, lists, tuples and sets in it."""
+        made: Self = filled(type(self), {key: copied(item) for key, item in self.items()})
+        return made
+
 
 def filled(cls: type[Any], fields: Mapping[str, Any]) -> Any:
     """An object of this class that has exactly these keys."""
@@ -87,3 +92,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, View) or type(value) is dict:
         return {key: plain(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}
     return [plain(item) for item in value] if type(value) is list else value
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of dicts, lists, tuples and sets; all other values are shared.
+
+    >>> row = {"seen": {1}, "board": [["x"]]}
+    >>> copied(row) == row, copied(row)["seen"] is row["seen"]
+    (True, False)
+    """
+    kind = type(value)
+    if kind is str:
+        return value
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list:
+        return [copied(item) for item in value]
+    if kind is tuple:
+        return tuple(map(copied, value))
+    if kind is set:
+        return set(value)
+    return value.copied() if isinstance(value, View) else value

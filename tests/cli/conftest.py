@@ -13,6 +13,7 @@ import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -69,10 +70,10 @@ def in_terminal(repo: Path) -> Callable[..., list[str]]:
 def start(repo: Path) -> Callable[..., subprocess.Popen[str]]:
     """``start("eval", …)`` as a process of its own."""
 
-    def begin(*args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def begin(*args: str, env: dict[str, str] | None = None, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "verifiers", *args],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(repo), **(env or {})},

@@ -154,6 +154,35 @@ def test_a_full_disk_is_one_sentence(repo, tmp_path):
     assert "results.jsonl: File too large; the run ends, because results can no longer be saved" in said
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["runs"], ["eval", "--help"]], ids=" ".join)
+def test_an_output_that_cannot_be_written_is_one_sentence_and_a_reader_that_left_is_none(start, repo, words):
+    with open("/dev/full", "w") as full:
+        ended = start(*words, stdout=full)
+        assert ended.communicate()[1] == "Error: the output cannot be written: No space left on device\n"
+        assert ended.returncode == 1
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = start(*words, stdout=writing)
+    os.close(writing)
+    assert ended.communicate()[1] == ""
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize("words", [["check", "leaves"], ["eval", "leaves", "-m", "fake", "-n", "1"]], ids=" ".join)
+def test_a_reward_function_that_ends_the_process_does_not_end_the_command_with_success(start, tmp_path, words):
+    (tmp_path / "mine" / "leaves").mkdir(parents=True)
+    (tmp_path / "mine" / "leaves" / "leaves.py").write_text(
+        "import os\nimport verifiers as vf\n\n\ndef right(completion):\n    os._exit(0)\n\n\n"
+        "def load_environment():\n"
+        "    return vf.SingleTurnEnv(dataset=[{'question': '1', 'answer': '1'}], rubric=vf.Rubric([right]))\n"
+    )
+    ended = start(*words, "-p", "mine")
+    said = ended.communicate()[1]
+    assert ended.returncode == 1
+    assert "Error: os._exit(0) at " in said
+    assert "leaves.py:6 (in right) ended the command before it was done" in said
+
+
 @pytest.mark.parametrize(
     "error", ["MemoryError()", "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory: 9 GB')"]
 )

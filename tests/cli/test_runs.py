@@ -301,6 +301,12 @@ def test_parquet_is_known_by_its_name(run, repeated):
     assert "parquet cannot be written to stdout" in run("export", "cccc", "-f", "parquet", "-o", "-", code=2).stderr
 
 
+def test_an_export_into_a_file_whose_name_promises_another_format_is_refused(run, repeated):
+    result = run("export", str(repeated), "-o", "rollouts.csv", code=2)
+    assert "-o rollouts.csv: this format cannot be written; end the name in .jsonl or .parquet" in result.stderr
+    assert not Path("rollouts.csv").exists()
+
+
 def test_a_reader_that_has_seen_enough_of_an_export_is_no_error(start, repeated):
     rows = [{"example_id": i, "rollout": 0, "prompt": "x" * 1000, "completion": "y", "reward": 1.0} for i in range(999)]
     with RunDir.open(repeated).appender() as out:
@@ -362,6 +368,18 @@ def test_rescore_says_that_the_data_set_has_other_answers_now_and_how_to_score_b
     assert "when it was run → again, with answers of the data set\n" in run("compare", "aaaa", "corrected").stdout
     figures = json.loads(run("rescore", "aaaa", "-p", "corrected", "--json").stdout)
     assert (figures["examples_with_other_answers"], figures["examples_not_in_data_set"]) == (3, 0)
+
+
+@pytest.mark.parametrize("more", [[], ["--dataset-answers"]], ids=["saved", "dataset"])
+def test_rescore_says_that_examples_with_another_prompt_keep_their_saved_answers(run, runs, more):
+    corrected = Path("corrected/toy_runs/toy_runs.py")
+    corrected.parent.mkdir(parents=True)
+    corrected.write_text(
+        TOY.replace('"question": f"', '"question": f"New: ').replace('"answer": str(i % 2)', '"answer": ""')
+    )
+    result = run("rescore", "aaaa", "-p", "corrected", *more)
+    assert "6 examples of the run were scored by the saved answers" in result.stderr
+    assert "the reward was 0.500" in result.stdout
 
 
 def test_a_run_that_was_scored_anew_is_as_finished_as_the_run_it_was_made_of(run, runs):

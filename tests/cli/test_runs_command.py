@@ -88,3 +88,14 @@ def test_what_is_no_run_is_not_deleted(run):
     Path("mine/file.txt").write_text("precious")
     assert "contains no run" in run("runs", "delete", "mine", "-y", code=2).stderr
     assert Path("mine/file.txt").exists()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_the_list_of_runs_fits_a_narrow_terminal(run, saved, in_terminal, columns):
+    saved.update_metadata({"finished": False, "model": "an-organisation/a-model-with-a-long-name"})
+    lines = in_terminal(columns, "runs")
+    assert max(map(len, lines)) <= columns, lines
+    assert lines[0].split()[:2] == ["id", "environment"]
+    assert "reward" in lines[0]
+    assert ("when" in lines[0]) == (columns == 80)
+    assert "rollouts" in run("runs").stdout, "all columns, if not in a terminal"

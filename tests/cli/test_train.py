@@ -131,6 +131,15 @@ def test_a_stopped_training_goes_on_where_it_was(run, model):
     assert {line["step"]: line["loss"] for line in metrics("part") if "loss" in line} == whole
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_folder_to_resume_that_does_not_exist_is_refused_before_anything_is_loaded(run, command):
+    for words in (["--resume", "nowhere"], ["--resume", "--output-dir", "nowhere"]):
+        said = run(command, "no-such-environment", "-m", "./no-such-model", *words, code=2).stderr
+        assert "--resume nowhere: there is no training to resume there" in said
+        assert "loading" not in said
+    assert not Path("nowhere").exists()
+
+
 @pytest.mark.timeout(300)
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(start, run, model):
     process = start(*train_words(model, "--max-steps", "100000", "--output-dir", "out"))
@@ -171,7 +180,7 @@ def wait_for(is_so, process, seconds: int = 60) -> None:
         (["train", "reverse-text", "-m", "./tiny", "--loss-type", "magic"], "loss_type must be one of grpo"),
         (["train", "reverse-text", "-m", "./tiny", "--advantage", "gae"], "advantage must be one of grpo"),
         (["train", "@", "missing.toml"], "missing.toml cannot be read"),
-        (["train", "reverse-text", "-m", "./tiny", "--resume"], "resume=True needs output_dir or run_name"),
+        (["train", "reverse-text", "-m", "./tiny", "--resume"], "--resume needs the path of a run"),
         (["sft", "-m", "./tiny"], "no examples to train on"),
         (["sft", "-m", "./tiny", "-d", "nowhere.jsonl"], "there is no data set at nowhere.jsonl"),
     ],

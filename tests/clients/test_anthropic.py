@@ -250,3 +250,10 @@ def test_overload_is_waited_out_and_a_prompt_too_long_is_the_policys() -> None:
 def test_content_of_another_shape_is_a_bad_reply() -> None:
     with pytest.raises(errors.BadReplyError):
         run(complete({"content": ["4"]}, request=ask(), max_retries=1))
+
+
+@pytest.mark.parametrize("usage", [None, {}], ids=str)
+def test_a_reply_that_does_not_say_its_usage_has_none_instead_of_zero_tokens(usage: Any) -> None:
+    completion, _ = run(complete({**message(text("4")), "usage": usage}, request=ask()))
+    assert completion.usage is None
+    assert completion.raw["usage"] is None

@@ -195,3 +195,10 @@ def test_replies_without_output_failed_ones_and_unfinished_ones_are_errors() -> 
     ):
         with pytest.raises(kind):
             run(complete(reply, request=ask(), max_retries=1))
+
+
+@pytest.mark.parametrize("usage", [None, {}], ids=str)
+def test_a_response_that_does_not_say_its_usage_has_none_instead_of_zero_tokens(usage: Any) -> None:
+    completion, _ = run(complete({**response(said("4")), "usage": usage}, request=ask()))
+    assert completion.usage is None
+    assert completion.raw["usage"] is None

@@ -514,3 +514,16 @@ def test_an_evaluation_that_nothing_scores_says_so(caplog: pytest.LogCaptureFixt
     made.evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
     vf.EnvGroup([made]).evaluate(client=vf.FakeClient("x"), model="m", use_tqdm=False)
     assert [record.message.split(",")[0] for record in caplog.records] == ["the rubric is empty"] * 2
+
+
+def test_what_a_rollout_puts_into_containers_of_its_row_does_not_reach_the_next_rollout() -> None:
+    def counts(info: Any) -> float:
+        info["seen"].add(len(info["seen"]))
+        info["boards"][0].append("x")
+        return float(len(info["seen"]) + len(info["boards"][0]))
+
+    rows = [{"question": "q", "answer": "", "info": {"seen": set(), "boards": ([],)}}]
+    env = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([counts]))
+    results = env.evaluate(client=vf.FakeClient("x"), model="m", rollouts_per_example=3)
+    assert results.rewards == [2.0, 2.0, 2.0]
+    assert rows[0]["info"] == {"seen": set(), "boards": ([],)}

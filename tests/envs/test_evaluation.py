@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -394,3 +395,45 @@ def test_an_override_of_what_made_a_run_in_0_1_9_is_warned_of(name: str, caplog:
 def test_no_override_no_warning(env: vf.SingleTurnEnv, caplog: pytest.LogCaptureFixture) -> None:
     env.evaluate(use_tqdm=False)
     assert "is not called here" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampling_args": {"model": "other"}}, "contain 'model', which every request has already; pass it as model="),
+        ({"sampling_args": {"extra_body": {"model": "other"}}}, "contain 'model'"),
+        ({"sampling_args": {"messages": []}}, "contain 'messages', which every request has already; it comes from"),
+        ({"n": 2}, "n=2: a request has one reply; for several rollouts use rollouts_per_example=2"),
+        ({"extra_body": {"n": 2}}, "n=2: a request has one reply"),
+        ({"state_columns": "turn"}, "state_columns='turn' must be a list of names"),
+        ({"num_examples": "5"}, "num_examples='5' must be an int; -1 means all"),
+        ({"rollouts_per_example": 2.0}, "rollouts_per_example=2.0 must be an int"),
+        ({"max_concurrent": None}, "max_concurrent must be a positive number, or -1 for no limit; got None"),
+    ],
+    ids=str,
+)
+def test_settings_that_would_silently_mean_something_else_are_refused_before_any_request(
+    settings: dict[str, Any], message: str
+) -> None:
+    env = vf.SingleTurnEnv(dataset=[{"question": "q", "answer": "a"}], rubric=vf.Rubric([lambda completion: 1.0]))
+    client = vf.FakeClient("x")
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        env.evaluate(client=client, model="m", use_tqdm=False, **settings)
+    assert client.requests == []
+
+
+def test_the_sampling_arguments_of_an_environment_or_a_judge_do_not_replace_the_model() -> None:
+    with pytest.raises(ValueError, match="contain 'model'"):
+        vf.SingleTurnEnv(dataset=[{"question": "q"}], sampling_args={"model": "other"})
+    with pytest.raises(ValueError, match="contain 'model'"):
+        vf.JudgeRubric(judge_sampling_args={"model": "other"})
+
+
+@pytest.mark.parametrize("prompt", [["Be brief."], {"role": "system", "content": "Be brief."}, 5], ids=str)
+def test_a_system_prompt_that_no_endpoint_would_understand_is_refused(prompt: Any) -> None:
+    with pytest.raises(TypeError, match="system_prompt must be a string, or for chats a list of content parts; got"):
+        vf.SingleTurnEnv(dataset=[{"question": "q", "answer": "a"}], system_prompt=prompt)
+    parts: Any = [{"type": "text", "text": "Be brief."}]
+    env = vf.SingleTurnEnv(dataset=[{"question": "q", "answer": "a"}], system_prompt=parts)
+    assert env.dataset is not None
+    assert env.dataset[0]["prompt"][0] == {"role": "system", "content": parts}

@@ -137,6 +137,25 @@ def test_judges_of_one_model_name_on_different_servers_reply_each_for_themselves
         assert "secret" not in json.dumps(state["judge_response"])
 
 
+def test_judges_that_differ_only_in_their_sampling_arguments_reply_each_for_themselves() -> None:
+    def reply(request: Any) -> str:
+        return f"<score>{10 * request.sampling.get('temperature', 0.5)}</score>"
+
+    with FakeServer(reply) as server:
+
+        def judge(**sampling: Any) -> JudgeRubric:
+            return JudgeRubric(judge_models=["m"], client=server.url, judge_sampling_args=sampling)
+
+        judges = [judge(), judge(temperature=0), judge(temperature=1), judge(temperature=1, timeout=30)]
+        group, back = RubricGroup(judges, weights=[1, 2, 4, 8]), RubricGroup(judges[::-1], weights=[8, 4, 2, 1])
+        state, reloaded = rollout(), rollout()
+        group.score_rollout(state)
+        reloaded["judge_response"] = json.loads(json.dumps(state["judge_response"]))  # as it is read from a file
+        back.score_rollout(reloaded)
+        assert state["reward"] == reloaded["reward"] == 0.5 + 4 + 8
+        assert len(server.requests) == 3, "a time limit does not make another judge"
+
+
 def test_judges_of_one_model_name_that_are_objects_reply_each_for_themselves() -> None:
     clients = [FakeClient(f"<score>{score}</score>") for score in (0, 10, 5)]
     group = RubricGroup([JudgeRubric(judge_models=["m"], client=client) for client in clients], weights=[1, 2, 4])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -278,6 +280,30 @@ def test_what_a_function_notes_in_the_state_is_there_afterwards() -> None:
     state = rollout()
     rubric.score_rollout_sync("2+2?", "4", "4", state)
     assert state["seen"] == 1
+
+
+def test_what_a_function_changes_in_its_arguments_is_neither_scored_by_others_nor_saved(tmp_path: Path) -> None:
+    def pops(prompt: Any, completion: Any, answer: Any) -> float:
+        prompt.clear(), answer.clear()
+        return float(len(completion.pop()["content"]))
+
+    def rewrites(completions: Any, answers: Any) -> list[float]:
+        for completion, answer in zip(completions, answers, strict=True):
+            completion[-1]["content"] = answer[0]["x"] = "changed"
+        return [0.0 for _ in completions]
+
+    def sees(prompt: Any, completion: Any, answer: Any) -> float:
+        return float(prompt[-1]["content"] == "q" and completion[-1]["content"] == "long" and answer == [{"x": 1}])
+
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "q", "answer": [{"x": 1}]}], rubric=Rubric([pops, sees, rewrites, sees], [0, 1, 0, 1])
+    )
+    results = env.evaluate(client=vf.FakeClient("long"), model="m", rollouts_per_example=2, results_path=tmp_path)
+    assert results.rewards == [2.0, 2.0]
+    saved = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [one["completion"] for one in saved] == [[{"role": "assistant", "content": "long"}]] * 2
+    assert [one["answer"] for one in saved] == [[{"x": 1}]] * 2
+    assert saved[0]["pops"] == 4.0
 
 
 def test_one_function_can_be_called_by_hand() -> None:

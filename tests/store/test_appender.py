@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from verifiers.store import ResultsGoneError, RunDir, read_records
+from verifiers.store import ResultsGoneError, RunDir, keeping, read_records
 from verifiers.store.appender import LOOK_EVERY_S
 
 Make = Callable[..., dict[str, Any]]
@@ -308,3 +308,12 @@ def test_a_file_that_is_moved_away_is_noticed_when_it_is_synced(run: RunDir, mak
         out.append(make_record(2))
     with pytest.raises(ResultsGoneError):
         out.close()
+
+
+def test_a_run_can_be_deleted_from_a_full_disk(tmp_path: Path) -> None:
+    run = RunDir.create_at(tmp_path / "run", env_id="e", model="m", config={})
+    with disk_full_at(0):
+        with pytest.raises(OSError, match=r"metadata\.json\.tmp"):
+            keeping.note(run, "there is no space for this")
+        keeping.delete(run)
+    assert not run.path.exists()

@@ -296,6 +296,22 @@ def test_every_schema_is_json(hint: Any) -> None:
     assert json.loads(json.dumps(schema_of(hint), allow_nan=False)) == json.loads(json.dumps(schema_of(hint)))
 
 
+def test_a_function_that_yields_is_refused_as_a_tool_because_a_model_would_read_its_repr() -> None:
+    def numbers(n: int) -> Any:
+        """Count."""
+        yield from range(n)
+
+    async def later(n: int) -> Any:
+        """Count."""
+        yield n
+
+    for function in (numbers, later):
+        with pytest.raises(
+            TypeError, match=f"the tool '{function.__name__}' yields, but a tool must return its result"
+        ):
+            as_tool(function)
+
+
 def test_what_cannot_be_a_tool_is_refused_when_it_is_made() -> None:
     with pytest.raises(ValueError, match="'<lambda>' is not a valid tool name"):
         as_tool(lambda x: x)

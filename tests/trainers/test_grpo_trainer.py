@@ -309,6 +309,15 @@ def test_resume_needs_something_to_resume(tmp_path):
         making.trainer(tmp_path, output_dir=None).train(resume=True)
 
 
+def test_a_training_does_not_go_on_in_the_run_directory_of_an_evaluation(tmp_path):
+    trainer = making.trainer(tmp_path)
+    trainer.env.evaluate(client=vf.FakeClient("a"), model="m", results_path=tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ValueError, match="is the run of an evaluation, not of a training; use another folder"):
+        trainer.train(resume=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
 def test_old_checkpoints_are_removed(tmp_path):
     making.trainer(tmp_path, max_steps=4, save_steps=1, save_total_limit=2).train()
     assert sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000003", "step-000004"]

@@ -1,4 +1,4 @@
-"""Early ends of a command: signals, a closed stderr, a full disk, too little memory."""
+"""Early ends of a command: signals, a closed stderr, a full disk, too little memory, an exit by other code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import click
 from verifiers.errors import Interrupted
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+FAILED = 1  # exit code
 SHOWN_CHARS = 500  # of a path
 _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc")  # in torch's RuntimeErrors
 
@@ -70,13 +72,42 @@ def said_in_one_sentence() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE or error.strerror is None:
             raise
-        name = "" if error.filename is None else str(error.filename)
+        name = str(error.filename or ("the output cannot be written" if _is_of_echo(error) else ""))
         what = ": ".join([*([name if len(name) <= SHOWN_CHARS else f"{name[:60]}…"] if name else []), error.strerror])
         raise click.ClickException(printable(what)) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise click.ClickException(out_of_memory(error)) from error
+
+
+@contextmanager
+def exits_reported() -> Iterator[None]:
+    """Within this context, an ``os._exit`` in this process by other code is reported, and its exit code is not 0.
+
+    Otherwise a reward function could end a command as if it had succeeded.
+    """
+    leave, own = os._exit, os.getpid()
+
+    def reported(status: int) -> None:
+        caller = sys._getframe(1)
+        if os.getpid() == own and not str(caller.f_globals.get("__name__")).startswith("verifiers."):
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno} (in {caller.f_code.co_name})"
+            os.write(2, f"Error: os._exit({status!r}) at {place} ended the command before it was done\n".encode())
+            status = status or FAILED
+        leave(status)
+
+    vars(os)["_exit"] = reported
+    try:
+        yield
+    finally:
+        vars(os)["_exit"] = leave
+
+
+def _is_of_echo(error: BaseException) -> bool:
+    """Whether an error was raised while a command wrote its output; such an error has no filename."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code is click.echo.__code__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

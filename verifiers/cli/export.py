@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verifiers.store import RunDir
 
 FORMATS = ("jsonl", "parquet", "sft", "dpo")
+OTHER_TABLES = (".csv", ".tsv", ".xlsx")
 
 
 class Export(click.Command):
@@ -58,6 +59,8 @@ def export(runs: tuple[RunDir, ...], form: str | None, output: str | None, **giv
     vf export model CHECKPOINT -o ./model     a model folder for transformers
     vf export verl ENV                        an environment's rows, for verl
     """
+    if output and output.lower().endswith(OTHER_TABLES):
+        raise click.UsageError(f"-o {output}: this format cannot be written; end the name in .jsonl or .parquet")
     form = form or _by_name(output)
     suffix = ".parquet" if form == "parquet" else ".jsonl"
     default = f"{runs[0].path.name}{suffix if form in ('jsonl', 'parquet') else f'-{form}{suffix}'}"

@@ -78,12 +78,23 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        from verifiers.cli.ending import open_closed_streams, said_in_one_sentence, steady_stderr, told_by_signals
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        from verifiers.cli.ending import said_in_one_sentence
 
-        open_closed_streams()
+        with said_in_one_sentence():  # --help and --version write here
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from verifiers.cli import ending
+
+        ending.open_closed_streams()
         try:
-            with steady_stderr(), told_by_signals(), said_in_one_sentence():
+            with (
+                ending.steady_stderr(),
+                ending.told_by_signals(),
+                ending.exits_reported(),
+                ending.said_in_one_sentence(),
+            ):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             click.echo("stopped", err=True)

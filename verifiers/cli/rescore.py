@@ -218,8 +218,8 @@ def _about_answers(found: Rescored, dataset_answers: bool) -> Iterator[str]:
             f"the data set now has another answer or info for {some(len(found.differing), 'example')}, which "
             "were scored by those of the run; to use those of the data set: --dataset-answers"
         )
-    if found.unknown and dataset_answers:
+    if found.unknown:
         yield (
             f"{some(len(found.unknown), 'example')} of the run were scored by the saved answers: the data set "
-            "does not contain them, or has another prompt"
+            "does not contain them, or has another prompt, so its answers cannot be used"
         )

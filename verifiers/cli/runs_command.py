@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN_RUNS = 30
 NAME_CHARS = (20, 14, 10, 8)  # of environments and models
+COLUMNS = ("id", "environment", "model", "rollouts", "reward", "status", "when")
+DISPENSABLE = ("when", "rollouts", "model", "status")  # in a narrow terminal, the first of them are left out
 
 
 @click.group("runs", short_help="List, tag, annotate and delete saved runs.", invoke_without_command=True)
@@ -153,24 +155,32 @@ def _mentions(one: dict[str, Any], words: tuple[str, ...]) -> bool:
 
 
 def _table(shown: list[dict[str, Any]]) -> list[str]:
-    """One line per run; in a terminal, names are shortened until lines fit, but not below `NAME_CHARS[-1]`."""
-    header = ["id", "environment", "model", "rollouts", "reward", "status", "when"]
+    """One line per run. In a terminal, names are shortened and then columns left out, until the lines fit."""
+    forms = [(most, 0) for most in NAME_CHARS]
+    forms += [(NAME_CHARS[-1], number) for number in range(1, len(DISPENSABLE) + 1)]
     lines: list[str] = []
-    for most in NAME_CHARS:
-        lines = table([_row(one, most) for one in shown], header=header, right=[3, 4])
+    for most, number in forms:
+        columns = [name for name in COLUMNS if name not in DISPENSABLE[:number]]
+        right = [at for at, name in enumerate(columns) if name in ("rollouts", "reward")]
+        cells = [_cells(one, most) for one in shown]
+        lines = table([[one[name] for name in columns] for one in cells], header=columns, right=right)
         if not sys.stdout.isatty() or max(map(len, lines)) <= terminal_width():
             break
     return lines
 
 
-def _row(one: dict[str, Any], most: int) -> list[str]:
+def _cells(one: dict[str, Any], most: int) -> dict[str, str]:
     reward = one["reward"]
     name = f"{one['env_id'] or '?'}{' (training)' if one['kind'] == 'training' else ''}"
-    rollouts = "–" if one["rollouts"] is None else f"{one['rollouts']:,}"
-    figure = "–" if not isinstance(reward, int | float) else f"{reward:.3f}"
-    cells = [shortened(name, most), shortened(str(one["model"] or "?"), most)]
-    status = f"{one['failed']:,} failed" if one["failed"] and one["status"] == "finished" else one["status"]
-    return [one["id"], *cells, rollouts, figure, status, ago(one["date"])]
+    return {
+        "id": one["id"],
+        "environment": shortened(name, most),
+        "model": shortened(str(one["model"] or "?"), most),
+        "rollouts": "–" if one["rollouts"] is None else f"{one['rollouts']:,}",
+        "reward": "–" if not isinstance(reward, int | float) else f"{reward:.3f}",
+        "status": f"{one['failed']:,} failed" if one["failed"] and one["status"] == "finished" else one["status"],
+        "when": ago(one["date"]),
+    }
 
 
 def _tags_and_note(one: dict[str, Any]) -> str:

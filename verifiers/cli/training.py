@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +88,20 @@ class Job:
     @classmethod
     def of(cls, ctx: click.Context, kind: type[TrainingConfig], given: Mapping[str, Any]) -> Job:
         settings = read_settings(given["config"], kind, ctx.info_name or "train")
-        return cls(ctx=ctx, given=given, settings=settings, kind=kind)
+        job = cls(ctx=ctx, given=given, settings=settings, kind=kind)
+        job._check_resume()
+        return job
 
     def config(self) -> TrainingConfig:
-        values = {one.name: self.given.get(one.name) for one in fields(self.kind)}
-        values = {name: value for name, value in values.items() if name in given_values(self.ctx)}
-        config = self.kind(**{**self.settings.knobs, **values})
+        config = self.kind(**self._knobs())
         divide_batch(config)
         return config
+
+    def _knobs(self) -> dict[str, Any]:
+        """The fields of the configuration that were set, in the file or on the command line."""
+        values = {one.name: self.given.get(one.name) for one in fields(self.kind)}
+        values = {name: value for name, value in values.items() if name in given_values(self.ctx)}
+        return {**self.settings.knobs, **values}
 
     def model(self) -> str:
         model = self.given["model"] or self.settings.model
@@ -120,6 +127,17 @@ class Job:
     def resume(self) -> bool | str:
         path = self.given["resume"]
         return False if path is None else path or True
+
+    def _check_resume(self) -> None:
+        """Check that there is a folder to resume from, before anything is loaded."""
+        if self.given["resume"] is None:
+            return
+        knobs = self._knobs()
+        path = self.given["resume"] or knobs.get("output_dir")
+        if path is None and knobs.get("run_name") is None:
+            raise click.UsageError("--resume needs the path of a run, or --output-dir or --run-name to find it")
+        if path is not None and not Path(path).is_dir():
+            raise click.UsageError(f"--resume {path}: there is no training to resume there")
 
     # --- running --------------------------------------------------------------------------------------------------
 

@@ -222,8 +222,7 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
         reply,
         message,
         finish_reason=_STOP_REASONS.get(reason, reason) if isinstance(reason, str) else None,
-        prompt_tokens=sum(usage.get(kind) or 0 for kind in kinds),
-        completion_tokens=usage.get("output_tokens") or 0,
+        tokens=(sum(usage.get(kind) or 0 for kind in kinds), usage.get("output_tokens") or 0) if usage else None,
         prices=prices,
         origin="anthropic",
     )

@@ -88,17 +88,16 @@ def translated(
     message: ChatMessage,
     *,
     finish_reason: str | None,
-    prompt_tokens: int,
-    completion_tokens: int,
+    tokens: tuple[int, int] | None,
     prices: Prices | None,
     origin: str,
 ) -> Completion:
-    """The completion of a reply in another API's format; ``raw`` has OpenAI's format, with the original inside."""
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    """The completion of a reply in another API's format; ``raw`` has OpenAI's format, with the original inside.
+
+    ``tokens`` are those of the prompt and of the completion, or None if the reply does not say.
+    """
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    usage = None if tokens is None else dict(zip(names, (*tokens, sum(tokens)), strict=True))
     raw = {
         "id": reply.get("id"),
         "object": "chat.completion",

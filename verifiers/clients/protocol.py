@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 from verifiers.types import ChatMessage, MessageType, Usage, VersionSpan
 from verifiers.views import View
 
+OF_REQUESTS = ("model", "messages", "prompt")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -20,6 +22,24 @@ class Request:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     message_type: MessageType = "chat"
     timeout_s: float | None = None
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Raise if sampling arguments would replace the model or the prompt of a request, or ask for several replies.
+
+    >>> check_sampling({"temperature": 0.7, "extra_body": {"model": "another"}})
+    Traceback (most recent call last):
+    ValueError: the sampling arguments contain 'model', which every request has already; pass it as model=
+    """
+    extra = sampling.get("extra_body")
+    given = {**sampling, **extra} if isinstance(extra, Mapping) else sampling
+    for name in OF_REQUESTS:
+        if name in given:
+            hint = "pass it as model=" if name == "model" else "it comes from the row"
+            raise ValueError(f"the sampling arguments contain {name!r}, which every request has already; {hint}")
+    n = given.get("n")
+    if n not in (None, 1):
+        raise ValueError(f"n={n!r}: a request has one reply; for several rollouts use rollouts_per_example={n!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,8 +153,7 @@ def read_reply(reply: dict[str, Any], *, prices: Prices | None = None) -> Comple
         reply,
         message,
         finish_reason=_finish_reason(reply, message),
-        prompt_tokens=usage.get("input_tokens") or 0,
-        completion_tokens=usage.get("output_tokens") or 0,
+        tokens=(usage.get("input_tokens") or 0, usage.get("output_tokens") or 0) if usage else None,
         prices=prices,
         origin="responses",
     )

@@ -10,7 +10,7 @@ from numbers import Number
 from typing import Any
 
 from verifiers.clients import as_client, resolve_endpoint
-from verifiers.clients.protocol import Client
+from verifiers.clients.protocol import Client, check_sampling
 from verifiers.errors import GraderError, HookError
 from verifiers.messages import role_of
 from verifiers.rollout import no_trajectory, split_response
@@ -80,6 +80,7 @@ def merge_sampling(*given: Mapping[str, Any] | None) -> SamplingArgs:
             if key == "extra_body" and isinstance(value, Mapping):
                 value = {**merged.get("extra_body", {}), **value}
             merged[key] = value
+    check_sampling(merged)
     return merged
 
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from verifiers.clients.activity import Activity, count_here
 from verifiers.clients.secrets import hide_in_url
@@ -73,6 +73,8 @@ class Options:
             seconds = getattr(self, name)
             if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0")
+        if isinstance(self.state_columns, str):
+            raise TypeError(f"state_columns={self.state_columns!r} must be a list of names")
         if self.reward_range is not None and self.until is None:
             raise ValueError("reward_range needs until=…, the half width of the interval to stop at")
         if self.save_every > 0:
@@ -113,7 +115,7 @@ async def generate(
 ) -> Results:
     """Roll out rows: ``inputs``, or the environment's (all, or ``n_samples``, repeating rows if there are too few)."""
     options, loose = split_options("generate", kwargs)
-    _check_repeats(rollouts_per_example)
+    _check_counts(rollouts_per_example, n_samples=n_samples)
     if n_samples is not None and n_samples < 0:
         n_samples = None
     row_format = env._format
@@ -139,7 +141,7 @@ async def evaluate(
 ) -> Results:
     """Roll out the evaluation rows."""
     options, loose = split_options("evaluate", kwargs)
-    _check_repeats(rollouts_per_example)
+    _check_counts(rollouts_per_example, num_examples=num_examples)
     _warn_of_unused_overrides(env, "generate")
     with long_lived:
         jobs = jobs_of(env.get_eval_dataset(num_examples), rollouts_per_example)
@@ -155,7 +157,11 @@ def _warn_of_unused_overrides(env: Environment, *names: str) -> None:
             env.logger.warning("%s.%s is not called here: override rollout, or a hook", type(env).__name__, name)
 
 
-def _check_repeats(rollouts_per_example: int) -> None:
+def _check_counts(rollouts_per_example: int, **counts: Any) -> None:
+    for name, value in {"rollouts_per_example": rollouts_per_example, **counts}.items():
+        if not isinstance(value, SupportsIndex) and not (value is None and name == "n_samples"):
+            all_of_them = "; -1 means all" if name == "num_examples" else ""
+            raise TypeError(f"{name}={value!r} must be an int{all_of_them}")
     if rollouts_per_example < 1:
         raise ValueError(f"rollouts_per_example must be at least 1, got {rollouts_per_example}")
 

@@ -23,9 +23,18 @@ class RowFormat:
     """How raw rows are formatted. Formatting a formatted row changes nothing."""
 
     message_type: MessageType = "chat"
-    system_prompt: str | None = None
+    system_prompt: str | list[ChatMessage] | None = None
     few_shot: tuple[ChatMessage, ...] = ()
     task: str = "default"
+
+    def __post_init__(self) -> None:
+        prompt: Any = self.system_prompt
+        is_parts = isinstance(prompt, list) and all(isinstance(part, Mapping) and "type" in part for part in prompt)
+        if not (prompt is None or isinstance(prompt, str) or (is_parts and self.message_type == "chat")):
+            raise TypeError(
+                f"system_prompt must be a string, or for chats a list of content parts; got {prompt!r:.100}. "
+                "A prompt of several messages goes into the 'prompt' of each row"
+            )
 
     def apply(self, raw: Mapping[str, Any], position: int, *, keep_ids: bool) -> Row:
         """One formatted row. The raw row is not changed."""

@@ -19,7 +19,7 @@ from verifiers.store import Record
 from verifiers.store.plain import to_json
 from verifiers.store.record import is_usable, read_usage
 from verifiers.types import MessageType, Row, SamplingArgs, State, unique_id
-from verifiers.views import View, plain
+from verifiers.views import copied
 
 
 def fresh_state(
@@ -33,7 +33,7 @@ def fresh_state(
     message_type: MessageType,
 ) -> State:
     """The initial state of a rollout of this row. The row itself is not changed."""
-    fields: Row = _copied(dict(row))
+    fields: Row = copied(dict(row))
     if isinstance(fields.get("info"), str):
         fields["info"] = msgspec.json.decode(fields["info"])
     fields.setdefault("task", task)
@@ -68,15 +68,6 @@ def fresh_state(
     return state
 
 
-def _copied(value: Any) -> Any:
-    """A deep copy of dicts and lists, which a rollout may change; all other values are shared."""
-    if type(value) is dict:
-        return {key: _copied(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}
-    if isinstance(value, View):
-        return plain(value)
-    return [_copied(item) for item in value] if type(value) is list else value
-
-
 def tools_in(info: Any) -> Any:
     """The tools that a row brings in its ``info``: ``oai_tools``, or ``tool_defs`` as from 0.1.11 on."""
     if info is None or not isinstance(info, (dict, Mapping)):
@@ -105,8 +96,8 @@ def restored_state(record: Record, row: Row) -> State:
         message = f"the saved reward {state['reward']!r:.100} cannot be averaged; resuming runs the rollout again"
         state["error"], state["reward"] = GraderError(message), None
     make_readable(state)
-    if isinstance(metrics := state.get("metrics"), dict):
-        state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
+    metrics = metrics if isinstance(metrics := state.get("metrics"), dict) else {}
+    state["metrics"] = {name: value if is_usable(value) else None for name, value in metrics.items()}
     return state
 
 
@@ -114,7 +105,7 @@ def _as_it_was(saved: Any, given: Any) -> Any:
     """The row's value if it equals the saved one in JSON, which has no tuples, dates or integer keys."""
     if given is None or (type(given) is str and given == saved):
         return saved
-    return _copied(given) if to_json(given) == to_json(saved) else saved
+    return copied(given) if to_json(given) == to_json(saved) else saved
 
 
 class ScoredAgain(State):

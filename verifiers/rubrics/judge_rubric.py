@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from verifiers import calls, messages
 from verifiers.clients import as_client
-from verifiers.clients.protocol import Completion, Request
+from verifiers.clients.protocol import Completion, Request, check_sampling
 from verifiers.clients.resolve import OPENAI_URL, server_of
 from verifiers.errors import JudgeError, OverlongPromptError
 from verifiers.parsers import Parser
@@ -74,6 +75,7 @@ class JudgeRubric(Rubric):
         self.judge_client = _DefaultClient() if given is None else given
         self.judge_model = judge_model
         self.judge_sampling_args = dict(judge_sampling_args or {})
+        check_sampling(self.judge_sampling_args)
         self.judge_prompt = judge_prompt
         self.max_retries = max_retries
         self._asked: dict[tuple[Any, ...], _Ask] = {}
@@ -128,8 +130,11 @@ class JudgeRubric(Rubric):
         cut = {name: shortened(text, most) for name, text in texts.items() if name in ("completion", "response")}
         return template.render(texts | cut)
 
+    def _sampling(self) -> dict[str, Any]:
+        return {name: value for name, value in self.judge_sampling_args.items() if value is not None}
+
     async def _ask(self, model: str, conversation: list[ChatMessage]) -> str:
-        sampling = {name: value for name, value in self.judge_sampling_args.items() if value is not None}
+        sampling = self._sampling()
         timeout_s = sampling.pop("timeout", None)
         try:
             request = Request(model=model, prompt=conversation, sampling=sampling, timeout_s=timeout_s)
@@ -145,16 +150,17 @@ class JudgeRubric(Rubric):
     async def _once(self, state: Any, key: str, model: str, ask: Callable[[], Coroutine[Any, Any, str]]) -> str:
         """The reply cached in the rollout's state, or else a new one; concurrent callers share one request.
 
-        The key is the prompt; if another judge has replied to the same prompt, also the model's name; and if that is
-        the same too, also the server's address.
+        The key is the prompt; if another judge has replied to the same prompt, also the model's name; if that is the
+        same too, also the server's address; and if only the sampling arguments differ, also those.
         """
         if state is None:
             return await ask()
-        judge = model, server_of(self.judge_client)
+        sampling = {name: value for name, value in self._sampling().items() if name != "timeout"}
+        judge = model, server_of(self.judge_client), json.dumps(sampling, sort_keys=True, default=repr)
         if state.get("judge_response") and (known := _replies_in(state).find(key, judge)) is not None:
             return known
         loop = asyncio.get_running_loop()
-        place = (id(loop), id(state), key)
+        place = (id(loop), id(state), key, judge)
         asked = self._asked.get(place)
         if asked is None:
             asked = self._asked[place] = _Ask(loop.create_task(ask()))
@@ -279,7 +285,7 @@ class _Ask:
             self.n_waiting -= 1
 
 
-_Judge = tuple[str, str | int]  # the name of a model, and its server (an address, or an id without one)
+_Judge = tuple[str, str | int, str]  # the model, its server (an address, or an id without one), its sampling arguments
 
 
 class _Replies(dict[str, str]):
@@ -291,22 +297,27 @@ class _Replies(dict[str, str]):
 
     def find(self, key: str, judge: _Judge) -> str | None:
         """This judge's reply. A saved reply of an unknown judge counts as that of the first judge that looks for it."""
-        names = [f"[{judge[0]}] {key}", key]
-        names = [*self._own(key, judge), *names] if isinstance(judge[1], str) else [*names, *self._own(key, judge)]
+        model, server, _ = judge
+        names = [f"[{model}] {key}", key]
+        own = self._own(key, judge)
+        names = [*reversed(own), *names] if isinstance(server, str) else [*names, *own]
         saved = (name for name in names if name in self and self.judges.setdefault(name, judge) == judge)
         return next((str(self[name]) for name in saved), None)
 
     def keep(self, key: str, judge: _Judge, reply: str) -> None:
-        is_same_model = self.judges.get(key, judge)[0] == judge[0]  # otherwise the key gets the model's name
-        names = [key, *([] if is_same_model else [f"[{judge[0]}] {key}"]), *self._own(key, judge)]
+        model, server, _ = self.judges.get(key, judge)  # that of the shortest key
+        names = [key, *([] if model == judge[0] else [f"[{judge[0]}] {key}"])]
+        own = self._own(key, judge)
+        names += own[-1:] if (model, server) == judge[:2] and isinstance(server, str) else own
         name = next(name for name in names if self.judges.setdefault(name, judge) == judge)
         self[name] = reply
 
     def _own(self, key: str, judge: _Judge) -> list[str]:
-        """Keys for judges with the same model name: by the server's address, or numbered if it has none."""
-        model, server = judge
+        """Keys for judges with the same model name: by the server's address, then by their sampling arguments too; or
+        numbered, if the server has no address."""
+        model, server, sampling = judge
         if isinstance(server, str):
-            return [f"[{model} at {server}] {key}"]
+            return [f"[{model} at {server}] {key}", f"[{model} at {server} with {sampling}] {key}"]
         return [f"[{model} {n}] {key}" for n in range(2, len(self) + 3)]
 
 

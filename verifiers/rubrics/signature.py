@@ -12,11 +12,14 @@ from typing import Any, TypeVar, overload
 from verifiers.calls import Hook
 from verifiers.errors import GraderError
 from verifiers.types import LARGEST_SCORE, State
+from verifiers.views import copied
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ONE = ("prompt", "completion", "answer", "state", "task", "info")
 MANY = ("prompts", "completions", "answers", "states", "tasks", "infos")
+COPIED = frozenset(("prompt", "completion", "answer"))
+"""Each function gets its own copy of these, so that its changes are not seen by other functions, and not saved."""
 _SINGULAR = dict(zip(MANY, ONE, strict=True))
 _DEFAULTS: dict[str, Any] = {"answer": "", "task": "default", "completion": None, "prompt": None}
 
@@ -98,7 +101,7 @@ class Plan:
     def group_arguments(self, states: Sequence[State], class_objects: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments for a whole group."""
         return {
-            name: class_objects[name] if name in class_objects else column(states, _SINGULAR[name])
+            name: class_objects[name] if name in class_objects else _own_column(states, _SINGULAR[name])
             for name in self.args
         }
 
@@ -151,7 +154,14 @@ def field(state: Mapping[str, Any], name: str) -> Any:
     if name == "state":
         return state
     value = state.get(name)
-    return default_of(name) if value is None else value
+    if value is None:
+        return default_of(name)
+    return copied(value) if name in COPIED else value
+
+
+def _own_column(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    values = column(states, name)
+    return list(map(copied, values)) if name in COPIED else values
 
 
 def default_of(name: str) -> Any:

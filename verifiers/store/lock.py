@@ -48,8 +48,9 @@ def _acquire(folder: Path) -> int | None:
     fd = open_to_write(folder / ".lock", os.O_RDWR)
     try:
         _lock(fd, folder)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        with suppress(OSError):  # the text is only for messages, and a run can be deleted from a full disk
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     except BaseException:
         os.close(fd)
         raise

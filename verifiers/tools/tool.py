@@ -112,6 +112,10 @@ def as_tool(
         return _from_smolagents(function, timeout_s, sequential=sequential)
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a tool must be a function with type hints and a docstring, not {function!r:.100}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"the tool {name_of(function)!r} yields, but a tool must return its result: return a list instead"
+        )
     hidden = frozenset(args_to_skip)
     parameters = _parameters(function)
     if unknown := hidden - {p.name for p in parameters}:

@@ -122,10 +122,10 @@ class Report:
         config = {**self.config.to_dict(), **self._functions}
         if (self.path / "metadata.json").is_file():
             if not self._resumes:
-                raise FileExistsError(
-                    f"{self.path} already holds a run; continue it with train(resume=True), or choose another folder"
-                )
+                raise FileExistsError(f"{self.path} holds a run; train(resume=True) resumes it, or use another folder")
             self.run_dir = RunDir.open(self.path)
+            if self.run_dir.metadata.get("kind") != "training":
+                raise ValueError(f"{self.path} is the run of an evaluation, not of a training; use another folder")
         else:
             stored = {"kind": "training", **config}
             self.run_dir = RunDir.create_at(self.path, env_id=self.env_id, model=self.model, config=stored)
