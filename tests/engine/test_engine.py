@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.support.exact import VOCABULARY, assert_exact, prompt_of, random_model  # noqa: E402
+from tests.engine.support.exact import VOCABULARY, assert_exact, logits_of, prompt_of, random_model  # noqa: E402
 from verifiers.engine.engine import Engine, EngineFullError  # noqa: E402
 from verifiers.engine.sequence import Generated, Sampling  # noqa: E402
 from verifiers.errors import InfraError, ModelError, OverlongPromptError  # noqa: E402
@@ -279,6 +279,25 @@ def test_any_whole_number_is_a_seed(make: Any, seed: int) -> None:
     engine = make()
     answers = [engine.generate([prompt_of(4)], Sampling(max_tokens=6, seed=seed), n=2) for _ in range(2)]
     assert [one.ids for one in answers[0]] == [one.ids for one in answers[1]]
+
+
+def test_of_equally_likely_tokens_the_lowest_is_taken_and_comes_first_among_the_alternatives(make: Any) -> None:
+    model = random_model("Llama")
+    half = VOCABULARY // 2
+    with torch.no_grad():
+        model.lm_head.weight[half : 2 * half] = model.lm_head.weight[:half]  # every token has an equal one
+    engine = make(model)
+    for kept in ({}, {"top_k": 3}):
+        for prompt in (prompt_of(n, seed=n) for n in (1, 20, 40)):
+            way = Sampling(max_tokens=20, temperature=0.0, top_logprobs=4, prompt_logprobs=1, **kept)
+            (answer,) = engine.generate([prompt], way)
+            assert [top[0][0] for top in answer.top_logprobs] == answer.ids
+            for top in answer.top_logprobs:
+                assert top == sorted(top, key=lambda one: (-one[1], one[0]))
+                assert [one for one, _ in top[:4:2]] == [one - half for one, _ in top[1:4:2]]
+            expected = logits_of(model, prompt[:1], [*prompt[1:], *answer.ids]).argmax(-1).tolist()
+            assert [one[1][0][0] for one in answer.prompt_logprobs[1:]] == expected[: len(prompt) - 1]
+            assert answer.ids == expected[len(prompt) - 1 :]
 
 
 def test_numbers_beyond_any_use_are_taken_for_no_limit(make: Any) -> None:

@@ -148,8 +148,17 @@ def note_alternatives(logits_NV: Tensor, sequences: Sequence[ActiveSequence], co
 
 
 def most_likely(logprobs_NV: Tensor, count: int) -> list[Alternatives]:
-    """The most likely tokens of each row, without those of probability 0."""
+    """The most likely tokens of each row, without those of probability 0. Of equal ones the lowest id comes first, as
+    in a greedy reply. In half precision many are equal."""
     values_NK, tokens_NK = logprobs_NV.topk(min(count, logprobs_NV.shape[1]))
+    # `topk` takes and orders equal ones arbitrarily.
+    least_N1 = values_NK.masked_fill(values_NK == -torch.inf, torch.inf).amin(-1, keepdim=True)
+    is_equal_NK = (values_NK[:, 1:] == values_NK[:, :-1]) & (values_NK[:, 1:] > -torch.inf)
+    has_ties_N = is_equal_NK.any(-1) | ((logprobs_NV >= least_N1).sum(-1) > (values_NK >= least_N1).sum(-1))
+    for row in has_ties_N.nonzero()[:, 0].tolist():
+        tokens_M = (logprobs_NV[row] >= least_N1[row]).nonzero()[:, 0]
+        found_K = tokens_M[logprobs_NV[row, tokens_M].sort(descending=True, stable=True).indices][: tokens_NK.shape[1]]
+        tokens_NK[row, : len(found_K)] = found_K
     return [
         [(token, value) for token, value in zip(tokens, values, strict=True) if value > -np.inf]
         for tokens, values in zip(tokens_NK.tolist(), values_NK.tolist(), strict=True)
