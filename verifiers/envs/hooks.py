@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from verifiers import calls
 from verifiers.rollout import marked
+from verifiers.signatures import signature_of
 
 ASKING_TIMEOUT_S = 3600.0
 """The limit for overrides that call the model themselves, which may take longer than other hooks."""
@@ -106,5 +106,5 @@ def _make_hook(name: str, method: Callable[..., Any]) -> calls.Hook:
 
 def takes_messages(function: Callable[..., Any]) -> bool:
     """Whether a hook takes ``(messages, state)`` rather than ``(state)``."""
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [p.name for p in signature_of(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return len(names) > 1 and names[0] != "state"
