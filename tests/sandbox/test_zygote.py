@@ -85,6 +85,7 @@ def test_a_few_zygotes_that_nobody_uses_are_kept_for_the_next_sandbox() -> None:
         assert sandbox._host is hosts[-1]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # other tests left idle threads
 def test_a_fork_of_the_application_uses_a_zygote_of_its_own() -> None:
     with Sandbox() as sandbox, sandbox.session() as session:
         session.run("x = 1")
