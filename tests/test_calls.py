@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import os
 import pickle
 import signal
@@ -168,7 +169,7 @@ def test_the_sync_name_gives_the_result_inside_a_running_loop() -> None:
 
 def test_the_async_name_is_a_coroutine_function_everywhere() -> None:
     double_async = calls.asynchronous(double)
-    assert asyncio.iscoroutinefunction(double_async)
+    assert inspect.iscoroutinefunction(double_async)
     assert asyncio.run(double_async(5)) == 10  # type: ignore[arg-type]
 
 

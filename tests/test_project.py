@@ -132,7 +132,9 @@ def python_of(version: str) -> Path | None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", PROMISED)
-def test_the_core_and_the_viewer_work_on_every_python_that_is_promised(version: str, tmp_path: Path) -> None:
+def test_the_core_the_sandbox_and_the_viewer_work_on_every_python_that_is_promised(
+    version: str, tmp_path: Path
+) -> None:
     """The tests that need no torch, in an environment made by that Python."""
     if (python := python_of(version)) is None:
         pytest.skip(f"there is no Python {version} on this machine")
@@ -145,7 +147,15 @@ def test_the_core_and_the_viewer_work_on_every_python_that_is_promised(version: 
     )
     if installed.returncode:
         pytest.skip(f"no package registry: {installed.stderr.strip().splitlines()[-1:]}")
-    folders = ["tests/viewer", "tests/store", "tests/stats", "tests/parsers", "tests/test_results.py"]
+    folders = [
+        "tests/sandbox",
+        "tests/tools/test_schemas.py",
+        "tests/viewer",
+        "tests/store",
+        "tests/stats",
+        "tests/parsers",
+    ]
+    folders += ["tests/test_results.py", "tests/test_calls.py", "tests/test_signatures.py"]
     done = subprocess.run(
         [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders],
         cwd=ROOT,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import pickle
 import sqlite3
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,13 @@ def test_a_tools_own_timeout_error_is_not_ours() -> None:
     state: Any = env.rollout(ROW, vf.FakeClient([calling(call("wait")), ""]), "m")
     assert tool_texts(state) == ["Error: TimeoutError: the shop did not answer"]
     assert state["tool_log"][0]["fault"] == "exception"
+
+
+def test_an_index_that_nobody_needs_any_more_is_closed() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tool = search(TOWNS)
+        assert "Lund" in tool.function("cathedral")
+        del tool
+        gc.collect()
+    assert [str(one.message) for one in seen] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from verifiers.checks.scoring import check_repeats, check_scores
 from verifiers.checks.verdicts import Report
 from verifiers.envs.environment import Environment
 from verifiers.envs.loading import find_module, load_environment
+from verifiers.signatures import signature_of
 
 EXAMPLES = 8
 
@@ -74,7 +74,7 @@ def _check(
 
 def _takes_two(solve: Any) -> bool:
     try:
-        inspect.signature(solve).bind([], {})
+        signature_of(solve).bind([], {})
     except (TypeError, ValueError):
         return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from verifiers.cli.environments import env_dir_option, explained, load
 from verifiers.cli.runs import RUN, metadata_of, note_damage
 from verifiers.cli.tables import some
 from verifiers.cli.telling import told
+from verifiers.signatures import signature_of
 
 if TYPE_CHECKING:
     from verifiers.envs.environment import Environment
@@ -124,7 +124,7 @@ def read_rubric(given: str, verbose: bool) -> Any:
 def _needs_nothing(function: Any) -> bool:
     """Whether a callable needs no arguments, so that it makes a rubric; else it is a reward function."""
     try:
-        inspect.signature(function).bind()
+        signature_of(function).bind()
     except TypeError:
         return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from verifiers.clients.openai_looks import OpenAILooks
 from verifiers.clients.protocol import Completion, Request, Tokens
 from verifiers.clients.recording import record_completion
 from verifiers.errors import DeadlineError, ModelError, RequestRefusedError, wrap
+from verifiers.signatures import signature_of
 from verifiers.types import Usage
 
 START, END = 256, 257  # each byte is a token; these two mark the start and the end of a message
@@ -110,7 +110,7 @@ def _read(request: Request) -> tuple[Request, list[int] | None]:
 
 def _wants_request(function: Any) -> bool:
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = signature_of(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return False
     return next(iter(parameters), "") == "request"

@@ -16,6 +16,7 @@ from verifiers.clients.retries import is_access, words_of
 from verifiers.clients.secrets import redact, secrets_in
 from verifiers.escapes import contained
 from verifiers.messages import has_audio
+from verifiers.signatures import signature_of
 from verifiers.types import MessageType
 
 DEFAULT_TIMEOUT_S = 3600.0
@@ -160,7 +161,7 @@ def arguments(create: Callable[..., Any], request: Request) -> dict[str, Any]:
 def _parameters(create: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """The parameters of a function; None if it takes ``**kwargs`` or has no signature."""
     try:
-        parameters = inspect.signature(create).parameters
+        parameters = signature_of(create).parameters
     except (TypeError, ValueError):
         return None
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

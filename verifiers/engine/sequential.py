@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from verifiers.engine.sequence import ActiveSequence
 from verifiers.kernels.modules import base_model
 from verifiers.kernels.prove import rope_bounds
+from verifiers.signatures import signature_of
 
 NO_CACHE = {"loss", "logits", "hidden_states", "attentions", "cross_attentions", "router_logits", "aux_loss"}
 
@@ -28,7 +28,7 @@ class SequentialCache:
 
     def __init__(self, module: Any, *, uses_cache: bool) -> None:
         self._module, self._uses_cache = module, uses_cache
-        self._accepted = set(inspect.signature(base_model(module).forward).parameters)
+        self._accepted = set(signature_of(base_model(module).forward).parameters)
         self._more = {"logits_to_keep": 1} if "logits_to_keep" in self._accepted else {}
         self._resets = rope_bounds(module.config)
         self._shifted = [vars(one) for one in module.modules() if "rope_deltas" in vars(one)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from verifiers.envs.multiturn_env import MultiTurnEnv
 from verifiers.errors import HookError, wrap
 from verifiers.messages import as_messages, last_reply, role_of, text_of
 from verifiers.rollout import merge_state, note_error, run_episode, split_response
+from verifiers.signatures import signature_of
 from verifiers.types import Messages, State
 
 MAX_TURNS = 50
@@ -168,7 +168,7 @@ class AgentEnv(MultiTurnEnv):
 def _wanted_by(run: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the arguments that an agent's function takes."""
     known = (*FIELDS, "state")
-    parameters = inspect.signature(run).parameters.values()
+    parameters = signature_of(run).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return known
     required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from verifiers.rollout import marked
 from verifiers.rubrics import Rubric
+from verifiers.signatures import signature_of
 
 ALIKE = 0.8  # similarity (difflib) above which one word counts as a misspelling of the other
 
@@ -64,7 +64,7 @@ def warn_of_time_limit(extra: Mapping[str, Any]) -> None:
 
 def _parameters(cls: type) -> list[str]:
     try:
-        found = inspect.signature(getattr(cls, "__init__")).parameters.values()  # noqa: B009
+        found = signature_of(getattr(cls, "__init__")).parameters.values()  # noqa: B009
     except ValueError:  # a builtin does not say
         return []
     return [one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Number
@@ -14,6 +13,7 @@ from verifiers.clients.protocol import Client, check_sampling
 from verifiers.errors import GraderError, HookError
 from verifiers.messages import role_of
 from verifiers.rollout import no_trajectory, split_response
+from verifiers.signatures import signature_of
 from verifiers.types import Messages, MessageType, Row, SamplingArgs, State
 
 SAMPLING_KEYS = frozenset(
@@ -181,7 +181,7 @@ def ask_arguments(
     function: Callable[..., Any], state: State, prompt: Messages, message_type: MessageType
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments for a subclass's ``get_model_response``, in the form of its signature."""
-    if next(iter(inspect.signature(function).parameters), None) != "client":
+    if next(iter(signature_of(function).parameters), None) != "client":
         return (state, prompt), {}
     named = {"prompt": prompt, "message_type": message_type}
     return (), named | {name: state[name] for name in ("client", "model", "oai_tools", "sampling_args")}
@@ -191,7 +191,7 @@ def override_arguments(
     function: Callable[..., Any], row: Row, answerer: Answerer, sampling_args: SamplingArgs
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments for a subclass's ``rollout``, in the form of its signature."""
-    parameters = inspect.signature(function).parameters
+    parameters = signature_of(function).parameters
     if "prompt" not in parameters:
         return (row, answerer.given, answerer.model, sampling_args), {}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -11,6 +11,7 @@ from verifiers import calls
 from verifiers.errors import HookError
 from verifiers.message_types import as_tool
 from verifiers.rollout import marked
+from verifiers.signatures import signature_of
 
 ASKING_TIMEOUT_S = 3600.0
 """The limit for overrides that call the model themselves, which may take longer than other hooks."""
@@ -135,5 +136,5 @@ def _make_hook(name: str, method: Callable[..., Any]) -> calls.Hook:
 
 def takes_messages(function: Callable[..., Any]) -> bool:
     """Whether a hook takes ``(messages, state)`` rather than ``(state)``."""
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [p.name for p in signature_of(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     return len(names) > 1 and names[0] != "state"

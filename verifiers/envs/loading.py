@@ -6,7 +6,6 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from verifiers.envs.bundled import bundled_folder, bundled_names
 from verifiers.envs.environment import Environment
 from verifiers.envs.projects import find_pyproject, needs_us, read_pyproject
 from verifiers.envs.stand_ins import offer_stand_ins
+from verifiers.signatures import signature_of
 
 MOST_CHARS = 200  # of an id; file systems allow names of 255 bytes
 _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?([A-Za-z0-9][\w-]*(?:\.[\w-]+)*)(?:@([\w.+-]+))?\Z", re.ASCII)
@@ -187,7 +187,7 @@ def _check_version(env_id: str, module_name: str, version: str) -> None:
 
 
 def _check_args(env_id: str, load: Callable[..., Any], env_args: dict[str, Any]) -> None:
-    parameters = inspect.signature(load).parameters
+    parameters = signature_of(load).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     unknown = [name for name in env_args if name not in parameters]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
@@ -13,6 +12,7 @@ from verifiers.envs.sandbox_sessions import Sessions, cell_metrics
 from verifiers.envs.stateful_tool_env import StatefulToolEnv
 from verifiers.rollout import cleanup, teardown
 from verifiers.sandbox.backend import MakeBackend
+from verifiers.signatures import signature_of
 from verifiers.tools.programs import QUEUE_S, Language, report
 from verifiers.tools.tool import Tool, as_tool
 from verifiers.types import Messages, SamplingArgs, State
@@ -100,7 +100,7 @@ class SandboxEnv(StatefulToolEnv):
         super().__init__(tools=tools, max_turns=max_turns, **kwargs)
         self.sandbox_client = SandboxClient(self.sessions)
         # The sandbox limits the time of a cell itself; this limit is for waiting until the sandbox has a free slot.
-        hidden = [name for name in inspect.signature(self.sandbox_tool).parameters if name in _HIDDEN]
+        hidden = [name for name in signature_of(self.sandbox_tool).parameters if name in _HIDDEN]
         self.add_tool(as_tool(self.sandbox_tool, args_to_skip=hidden, timeout_s=QUEUE_S))
 
     def new_state(self, row: Mapping[str, Any], client: Any, model: str, sampling_args: SamplingArgs | None) -> State:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from verifiers.envs.tool_env import Answer, ToolEnv
 from verifiers.errors import HookError, wrap
+from verifiers.signatures import signature_of
 from verifiers.tools.protocols import Call
 from verifiers.tools.tool import Tool
 from verifiers.types import Messages, State
@@ -55,7 +55,7 @@ class StatefulToolEnv(ToolEnv):
         filled = {name: value for name, value in known.items() if name in tool.hidden and name not in added}
         arguments = {**checked, **added, **filled}
         try:
-            inspect.signature(tool.function).bind(**arguments)
+            signature_of(tool.function).bind(**arguments)
         except TypeError as error:
             raise HookError(f"update_tool_args returned invalid arguments for {tool.name}: {error}") from error
         return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verifiers.kernels.modules import HOOKS, base_model
+from verifiers.signatures import signature_of
 
 SHORT, LONG = 11, 40  # lengths of the prompts that every model is tested on
 PAST, BEFORE = 8, 4  # tokens by which one prompt exceeds a bound and another stays below it
@@ -170,7 +170,7 @@ def plain_logits(model: Any, ids: Sequence[int], keep: int) -> Tensor:
     """
     device = next(model.parameters()).device
     # The logits of all positions could take gigabytes.
-    can_keep = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
+    can_keep = "logits_to_keep" in signature_of(base_model(model).forward).parameters
     first, parts = len(ids) - keep, []
     for end in (*(bound for bound in rope_bounds(model.config) if first < bound < len(ids)), len(ids)):
         more = {"logits_to_keep": end - first} if can_keep else {}

@@ -15,6 +15,7 @@ from verifiers import calls
 from verifiers.errors import Error, GraderError, message_of
 from verifiers.rubrics.score import Score, grader_error, hand_back, one_each, state_from
 from verifiers.rubrics.signature import Plan, as_score, column, default_of
+from verifiers.signatures import signature_of
 from verifiers.types import LARGEST_REWARD, LARGEST_SCORE, State
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class _Part:
 def _by_position(plan: Plan) -> Callable[..., Any]:
     """The function as one that takes the values of its arguments by position."""
     function: Callable[..., Any] = plan.function
-    parameters = list(inspect.signature(function).parameters.values())[: len(plan.args)]
+    parameters = list(signature_of(function).parameters.values())[: len(plan.args)]
     plain = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if not plan.takes_all and plain == list(plan.args):
         return function

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import logging
 import time
 import warnings
@@ -29,6 +28,7 @@ from verifiers.rubrics.score import (
     write_score,
 )
 from verifiers.rubrics.signature import Plan, as_score, as_weight, field, knows_all_arguments
+from verifiers.signatures import signature_of
 from verifiers.types import RewardFunc, State
 
 OnFunction = Callable[[str, float], None]  # called with a reward function's name and its seconds
@@ -450,7 +450,7 @@ def _unscored(states: Sequence[State]) -> Iterator[None]:
 
 def _call_form(own: Callable[..., Any], state: State) -> tuple[Any, ...]:
     """Arguments of an override: ``(state)``, ``(state, score_sem)`` or ``(prompt, completion, answer, state)``."""
-    names = list(inspect.signature(own).parameters)
+    names = list(signature_of(own).parameters)
     if not names or names[0] == "state":
         return (state, nullcontext()) if "score_sem" in names else (state,)
     return tuple(field(state, name) for name in ("prompt", "completion", "answer", "state"))
@@ -467,7 +467,7 @@ def _written_score(state: State) -> Score:
 def _group_call_form(own: Callable[..., Any], states: list[State]) -> tuple[Any, ...]:
     """Arguments of an overridden ``score_group``: ``(states, score_sem)``, or as in 0.1.10 ``(states)``."""
     try:
-        inspect.signature(own).bind(states, nullcontext())
+        signature_of(own).bind(states, nullcontext())
     except TypeError:
         return (states,)
     return states, nullcontext()

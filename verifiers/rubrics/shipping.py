@@ -230,12 +230,13 @@ class _Packer(pickle.Pickler):
             key = _class_keys[cls] = next(_keys)
         slots = [vars(cls)["__slots__"]] if "__slots__" in vars(cls) else []
         names = [slots[0]] if slots and isinstance(slots[0], str) else list(slots[0]) if slots else []
-        left_out = {"__dict__", "__weakref__", "__annotations__", "__slots__", "_abc_impl", *names}
+        left_out = {"__dict__", "__weakref__", "__slots__", "_abc_impl", *_ANNOTATIONS, *names}
         body = {name: value for name, value in vars(cls).items() if name not in left_out}
         skeleton = (key, type(cls), cls.__name__, cls.__bases__, slots)
         return _make_class, skeleton, body, None, None, _fill_class
 
 
+_ANNOTATIONS = ("__annotations__", "__annotate_func__", "__annotations_cache__")  # the last two since Python 3.14
 _class_keys: WeakKeyDictionary[type, int] = WeakKeyDictionary()
 _SENTINELS = {
     id(getattr(dataclasses, name)): name

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 from verifiers.calls import Hook
 from verifiers.errors import GraderError
+from verifiers.signatures import signature_of
 from verifiers.types import LARGEST_SCORE, State
 from verifiers.views import copied
 
@@ -142,7 +143,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         # For a partial, do not follow __wrapped__: the wrapped function still has the arguments that are bound.
         is_partial = isinstance(function, functools.partial)
-        return list(inspect.signature(function, follow_wrapped=not is_partial).parameters.values())
+        return list(signature_of(function, follow_wrapped=not is_partial).parameters.values())
     except (TypeError, ValueError):  # builtins without a signature
         raise TypeError(
             f"the signature of reward {name_of(function)!r} cannot be read; wrap it in a Python function"

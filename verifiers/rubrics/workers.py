@@ -90,9 +90,9 @@ def _check_complete(function: Any, arguments: Arguments, kwargs: Mapping[str, An
 
 
 def _required(function: Any) -> set[str]:
-    import inspect
+    from verifiers.signatures import signature_of
 
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     return {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class Corpus:
                 connection.close()
                 raise
             self._connection = connection
+            weakref.finalize(self, connection.close)  # Python 3.13 and later warn about connections that nobody closed
         return self._connection
 
     def _fill(self, connection: sqlite3.Connection) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifiers.errors import InfraError, ToolCallError
+from verifiers.signatures import signature_of
 from verifiers.tools.calling import Content, as_text, is_content_parts
 from verifiers.tools.mcp_config import MCPServerConfig, as_config
 from verifiers.tools.mcp_connection import START_S, STOP_S, AnswerError, Connection, EndedError
@@ -236,7 +236,7 @@ class _Life:
 async def _listed(session: Any) -> list[Any]:
     from mcp.types import PaginatedRequestParams
 
-    takes_params = "params" in inspect.signature(session.list_tools).parameters  # not in early versions
+    takes_params = "params" in signature_of(session.list_tools).parameters  # not in early versions
     page = await session.list_tools()
     listed, cursors = list(page.tools), set()
     while cursor := getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None):

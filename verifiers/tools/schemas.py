@@ -97,7 +97,7 @@ def _class_schema(cls: type, depth: int) -> Schema:
     if typing.is_typeddict(cls):
         return _typed_dict(cls, depth)
     if dataclasses.is_dataclass(cls):
-        hints = typing.get_type_hints(cls, include_extras=True)
+        hints = _fields(cls)
         fields = [f for f in dataclasses.fields(cls) if f.init]
         required = [
             f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
@@ -111,8 +111,18 @@ def _class_schema(cls: type, depth: int) -> Schema:
     return _library_schema(cls)
 
 
+def _fields(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"the types of the fields of {cls.__qualname__!r}, which a tool takes, cannot be evaluated: {error}; "
+            "import them outside of `if TYPE_CHECKING:`, and define them in a module, not in a function"
+        ) from error
+
+
 def _typed_dict(cls: Any, depth: int) -> Schema:
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _fields(cls)
     # If annotations are strings, `__required_keys__` ignores Required and NotRequired.
     marks = {name: get_origin(hint) for name, hint in hints.items()}
     optional = {name for name, mark in marks.items() if mark is typing.NotRequired}

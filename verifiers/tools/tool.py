@@ -6,11 +6,11 @@ import functools
 import inspect
 import math
 import re
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verifiers.signatures import hints_of, signature_of
 from verifiers.tools.docstrings import read_docstring
 from verifiers.tools.faults import MissingArgumentError, UnknownArgumentError, WrongTypeError
 from verifiers.tools.schemas import Schema, description_in, fit, hint_of, schema_of, with_common_definitions
@@ -125,7 +125,7 @@ def as_tool(
         )
     doc = read_docstring(_documented(function))
     shown = [p for p in parameters if p.name not in hidden and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    hints = _hints(function)
+    hints = hints_of(inspect.unwrap(_documented(function)))
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     tool_name = name or name_of(function)
     return Tool(
@@ -224,7 +224,7 @@ def name_of(function: Any) -> str:
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except (TypeError, ValueError):  # builtins without a signature
         raise TypeError(f"the arguments of {name_of(function)!r} cannot be read; wrap it in a function") from None
     bound = function.keywords if isinstance(function, functools.partial) else {}
@@ -243,15 +243,6 @@ def _documented(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
-
-
-def _hints(function: Any) -> dict[str, Any]:
-    source = inspect.unwrap(_documented(function))
-    try:
-        return typing.get_type_hints(source, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # a name that only exists where the function was defined
-        annotations = getattr(source, "__annotations__", {})
-        return {name: hint for name, hint in annotations.items() if not isinstance(hint, str)}
 
 
 def _property(parameter: inspect.Parameter, hint: Any, described: str) -> Schema:

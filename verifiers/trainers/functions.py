@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from verifiers.rubrics.signature import name_of
+from verifiers.signatures import signature_of
 from verifiers.types import Row
 
 Function = Callable[..., Any]
@@ -33,7 +34,7 @@ class CallByName:
         self.function, self._first = function, None
         name, can_have = name_of(function), ", ".join(known)
         try:
-            parameters = list(inspect.signature(function).parameters.values())
+            parameters = list(signature_of(function).parameters.values())
         except (TypeError, ValueError):
             raise TypeError(f"the signature of {what} {name!r} cannot be read; wrap it in a def") from None
         self.wanted: set[str] = set()
@@ -82,7 +83,7 @@ def call_fitting(function: Callable[..., Any], *args: Any) -> Any:
     >>> call_fitting(lambda epoch: epoch, 1, 2)
     1
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return function(*args)
     return function(*args[: sum(map(_is_positional, parameters))])

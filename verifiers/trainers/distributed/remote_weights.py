@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 from verifiers import calls
+from verifiers.signatures import signature_of
 from verifiers.trainers.checkpoints import save_model
 from verifiers.trainers.distributed.processes import raise_everywhere
 from verifiers.trainers.distributed.samplers import Samplers
@@ -67,7 +68,7 @@ class _Folder:
         shutil.rmtree(self._folder, ignore_errors=True)  # it was read, and there may be no room for two models
         save_model(self._model, self._tokenizer, self._folder)
         load = self._server.reload_weights
-        named = {"version": version} if "version" in inspect.signature(load).parameters else {}
+        named = {"version": version} if "version" in signature_of(load).parameters else {}
         _run(load(self._folder, **named))
 
     def close(self) -> None:
