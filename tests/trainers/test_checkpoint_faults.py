@@ -164,23 +164,27 @@ from pathlib import Path
 from tests.trainers import making
 
 def killed(hook):
-    def moved(*args):
+    def moved(*args, **how):
         global left
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return hook(*args)
+        return hook(*args, **how)
     return moved
 
-root = Path(sys.argv[1])
+root, further = Path(sys.argv[1]), sys.argv[2]
 trainer = making.trainer(root, max_steps=1)
 trainer.save_model(root / "untrained")
 trainer.train()
-for n in range(20):
+trainer.save_model(root / "trained")
+for folder in (root / "untrained", root / "trained"):
+    (folder / further).parent.mkdir(exist_ok=True)
+    (folder / further).write_text("mine")
+for n in range(30):
     left = n
     shutil.copytree(root / "untrained", root / f"{n}" / "model")
     if not (pid := os.fork()):
-        for name in ("replace", "rename", "unlink"):
+        for name in ("replace", "rename", "unlink", "link", "rmdir"):
             setattr(os, name, killed(getattr(os, name)))
         trainer.save_model(root / f"{n}" / "model")
         os._exit(0)
@@ -191,21 +195,42 @@ print(n)
 
 
 def test_a_kill_while_the_files_of_a_model_are_replaced_leaves_no_mix_that_can_be_loaded(tmp_path: Path) -> None:
-    done = in_a_process(KILLED_AS_IT_MOVES, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    untrained = {one.name: one.read_bytes() for one in (tmp_path / "untrained").iterdir()}
-    kills = int(done.stdout.split()[-1])
+    """A folder in the folder: these cannot be exchanged in one step."""
+    kills = kills_while_replacing(tmp_path, "notes/mine.txt")
+    untrained = contents(tmp_path / "untrained")
     assert kills >= len(untrained)
+    was_mixed = False
     for n in range(kills):
         folder = tmp_path / f"{n}" / "model"
-        if {one.name: one.read_bytes() for one in folder.iterdir()} == untrained:
-            assert n == 0
+        if contents(folder) in (untrained, contents(tmp_path / "trained")):
             continue
+        was_mixed = True
         with pytest.raises(ValueError, match=r"has no config\.json: .* saving one was interrupted"):
             vf.get_model(folder)
         with pytest.raises((OSError, ValueError), match=r"config\.json"):
             AutoModelForCausalLM.from_pretrained(folder)
+    assert was_mixed
     vf.get_model(tmp_path / f"{kills}" / "model")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+def kills_while_replacing(root: Path, further: str) -> int:
+    """How many times saving a model over another one was killed, each time one operation later."""
+    done = in_a_process(KILLED_AS_IT_MOVES, str(root), further)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux exchanges two folders in one step")
+def test_a_kill_while_a_model_is_replaced_leaves_the_old_or_the_new_one_whole(tmp_path: Path) -> None:
+    kills = kills_while_replacing(tmp_path, "mine.txt")
+    untrained, trained = contents(tmp_path / "untrained"), contents(tmp_path / "trained")
+    found = [contents(tmp_path / f"{n}" / "model") for n in range(kills + 1)]
+    assert found[0] == untrained != trained == found[-1]
+    assert all(one in (untrained, trained) for one in found)
 
 
 def test_a_model_saved_over_another_replaces_its_weights_and_keeps_what_is_not_of_a_model(tmp_path: Path) -> None:

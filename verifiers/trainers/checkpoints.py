@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ UNLEARNED = "unlearned.json"  # the untrained batches of a generation that sever
 OWN_FILES = (STATE, TENSORS, REFERENCE, UNLEARNED)  # of a checkpoint, beside those of the model
 MOST_STATE, MOST_UNLEARNED = 64 << 20, 4 << 30  # bytes
 ROOM_TO_WRITE = 1 << 20  # bytes; a disk with less free space counts as full
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2 of Linux
 ABANDONED = "abandoned-"  # prefix of checkpoints that are later than the one a training resumed from
 _NAME = re.compile(r"step-\d+")
 _MODEL = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
@@ -77,9 +79,10 @@ def save_model(model: Any, tokenizer: Any, path: str | Path) -> None:
 
 
 def _move_into(path: Path, staging: Path) -> None:
-    """Move file by file: the folder may be a working directory, or hold files that are being written.
+    """Replace the files of a model in a folder: all at once by exchanging the folder where that is possible.
 
-    Meanwhile it has no configuration, so that files of two models cannot be loaded as one if the process is killed.
+    Otherwise file by file: the folder is a working directory or a mount point, or holds other folders. Meanwhile it has
+    no configuration, so that files of two models cannot be loaded as one if the process is killed.
     """
     files = [file.relative_to(staging) for file in staging.rglob("*") if file.is_file()]
     if (path / CARD).exists():  # peft writes one with adapters
@@ -90,6 +93,8 @@ def _move_into(path: Path, staging: Path) -> None:
         earlier.append(path / "config.json")
     if _adapts(staging, path):
         earlier = [one for one in earlier if one.name.startswith("adapter_")]
+    if _exchange_with(path, staging, files, {one.name for one in earlier}):
+        return
     for one in sorted(earlier, key=_is_configuration, reverse=True):
         one.unlink(missing_ok=True)
     sync_folder(path)
@@ -97,6 +102,39 @@ def _move_into(path: Path, staging: Path) -> None:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (staging / file).replace(path / file)
     shutil.rmtree(staging)
+
+
+def _exchange_with(path: Path, staging: Path, files: Sequence[Path], earlier: Set[str]) -> bool:
+    """Exchange a folder with the staging folder, which gets links to all files of the folder that are to be kept."""
+    new = {file.parts[0] for file in files}
+    kept = [one for one in path.iterdir() if one.name not in earlier | new]
+    if staging.parent != path.parent or path == Path.cwd() or not all(one.is_file() for one in kept):
+        return False
+    try:
+        shutil.copymode(path, staging)
+        for one in kept:
+            (staging / one.name).unlink(missing_ok=True)
+            os.link(one, staging / one.name, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        return False
+    _sync_files(staging)
+    if not _exchange(staging, path):
+        return False
+    sync_folder(path.parent)
+    for one in staging.iterdir():  # what another program has created meanwhile is kept as well
+        if one.name not in earlier and not (path / one.name).exists():
+            one.rename(path / one.name)
+    shutil.rmtree(staging)
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; False if the system or the file system has no such step."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return bool(renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
 
 def _adapts(adapters: Path, path: Path) -> bool:
@@ -186,16 +224,23 @@ def _write_without_weights(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def _sync_and_rename(staging: Path, path: Path) -> None:
     """Replace a folder by the staging folder; the old one is deleted only afterwards."""
-    for file in staging.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+    _sync_files(staging)
+    if path.exists() and _exchange(staging, path):
+        shutil.rmtree(staging, ignore_errors=True)
+        return
     old = path.with_name(f"{staging.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
     staging.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_files(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
 
 
 def _save_reference(reference: Reference, path: Path) -> None:
