@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+EXIT_S = 2.0  # how long the exit of Python waits for threads that are still running a function
 
 
 class _Worker(threading.Thread):
@@ -36,6 +41,7 @@ class _Threads:
     def __init__(self, idle_s: float = 10.0) -> None:
         self.idle: deque[_Worker] = deque()
         self.idle_s = idle_s
+        self.has_begun = False
 
     def retire(self, worker: _Worker) -> bool:
         """True if the worker was idle and may end; False if a job was just handed to it."""
@@ -50,6 +56,9 @@ class _Threads:
             worker = self.idle.pop()
             worker.job = job
         except IndexError:
+            if not self.has_begun:
+                self.has_begun = True
+                atexit.register(_end_running)
             worker = _Worker(self)
             worker.job = job
             try:
@@ -63,6 +72,19 @@ class _Threads:
 
 
 threads = _Threads()
+
+
+def _end_running() -> None:
+    """End the functions that still run when Python exits: a thread that is inside torch by then would abort the process
+    (SIGABRT). One that does not return to Python within `EXIT_S` is left behind."""
+    running = [one for one in threading.enumerate() if isinstance(one, _Worker) and one.job is not None]
+    for worker in running:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(SystemExit))
+    until = time.monotonic() + EXIT_S
+    while any(one.job is not None and one.is_alive() for one in running) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=threads.idle.clear)  # threads do not survive a fork
 
