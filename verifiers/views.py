@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-import msgspec
-
 
 class View(dict[str, Any]):
     """A decoded JSON object whose keys, at every level, are attributes as well.
@@ -53,6 +51,8 @@ class View(dict[str, Any]):
         return dumped if exclude_none else dumped | dict.fromkeys(sorted(self._optional - dumped.keys()))
 
     def model_dump_json(self, **given: Any) -> str:
+        import msgspec  # here, because commands and the sandbox import this module without needing it
+
         return msgspec.json.encode(self.model_dump(**given)).decode()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
