@@ -10,7 +10,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LOCK := pyproject.toml constraints.txt
 
-.PHONY: help venv demo test check format format-check lint types layers slow clients integrations soak gpu sanitize bench site clean
+.PHONY: help venv demo test check format format-check lint types layers slow oldest clients integrations soak gpu sanitize bench site clean
 
 help:
 	@echo "make demo     evaluate a bundled environment with a fake model behind a flaky server and with a real one; then train a tiny one"
@@ -18,6 +18,7 @@ help:
 	@echo "make check    everything that must pass: format, lint, types, layers, tests"
 	@echo "make format   format the code and sort imports"
 	@echo "make slow     the slow tests (make soak: the long ones under load)"
+	@echo "make oldest   tests of the core with the oldest packages that pyproject.toml allows (needs a package registry)"
 	@echo "make gpu      the tests that need a CUDA device"
 	@echo "make sanitize the tests of the C code, compiled with AddressSanitizer and UBSan"
 	@echo "make integrations  our environments in third-party trainers: the real packages, each in its own virtual environment"
@@ -98,6 +99,9 @@ layers: $(VENV)/.dev
 # pytest exits with 5 if no test has the mark.
 slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -n $(N) --dist worksteal -m "slow and not gpu" --timeout 1800 || [ $$? -eq 5 ]
+
+oldest: $(VENV)/.dev
+	@$(BIN)/python -m pytest --quiet -m slow tests/test_project.py -k oldest
 
 clients: $(VENV)/.dev
 	@$(BIN)/python -m pytest --quiet -m slow tests/engine/test_clients.py --timeout 1800

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -129,6 +130,40 @@ def python_of(version: str) -> Path | None:
     return None
 
 
+def test_every_package_that_users_install_has_a_lower_bound() -> None:
+    extras = PROJECT["optional-dependencies"]
+    needs = [need for name, needs in extras.items() if name not in {"docs", "dev"} for need in needs]
+    wanted = [need for need in PROJECT["dependencies"] + needs if not need.startswith("verifiers[")]
+    assert [need for need in wanted if not re.fullmatch(r"[\w.-]+>=[\d.]+", need)] == []
+
+
+CORE = ["tests/store", "tests/stats", "tests/parsers", "tests/test_results.py"]
+ANY_PYTHON = [*CORE, "tests/viewer", "tests/sandbox", "tests/tools/test_schemas.py", "tests/test_calls.py"]
+ANY_PYTHON += ["tests/test_signatures.py"]
+OLDEST = [*CORE, "tests/clients", "tests/tools", "tests/rubrics", "tests/cli/test_main.py", "tests/test_runner.py"]
+
+
+def check_core(python: Path | str, venv: Path, needed: list[str], tests: list[str]) -> None:
+    """Run tests in a new environment with these packages."""
+    subprocess.run([python, "-m", "venv", venv], check=True)
+    own = venv / "bin" / "python"
+    needed = [*needed, "hypothesis", "openai", "playwright", "pytest", "pytest-timeout", "scipy", "tokenizers"]
+    installed = subprocess.run(
+        [own, "-m", "pip", "install", "-q", *needed], capture_output=True, text=True, check=False
+    )
+    if installed.returncode:
+        pytest.skip(f"no package registry: {installed.stderr.strip().splitlines()[-1:]}")
+    done = subprocess.run(
+        [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", PROMISED)
@@ -138,30 +173,14 @@ def test_the_core_the_sandbox_and_the_viewer_work_on_every_python_that_is_promis
     """The tests that need no torch, in an environment made by that Python."""
     if (python := python_of(version)) is None:
         pytest.skip(f"there is no Python {version} on this machine")
-    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
-    own = tmp_path / "venv" / "bin" / "python"
-    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["data"]]
-    needed += ["hypothesis", "numpy", "openai", "playwright", "pytest", "pytest-timeout", "scipy", "tokenizers"]
-    installed = subprocess.run(
-        [own, "-m", "pip", "install", "-q", *needed], capture_output=True, text=True, check=False
-    )
-    if installed.returncode:
-        pytest.skip(f"no package registry: {installed.stderr.strip().splitlines()[-1:]}")
-    folders = [
-        "tests/sandbox",
-        "tests/tools/test_schemas.py",
-        "tests/viewer",
-        "tests/store",
-        "tests/stats",
-        "tests/parsers",
-    ]
-    folders += ["tests/test_results.py", "tests/test_calls.py", "tests/test_signatures.py"]
-    done = subprocess.run(
-        [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["data"], "numpy"]
+    check_core(python, tmp_path / "venv", needed, ANY_PYTHON)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the oldest releases have no wheels for newer Pythons")
+def test_the_core_works_with_the_oldest_packages_that_are_promised(tmp_path: Path) -> None:
+    oldest = [need.replace(">=", "==") for need in PROJECT["dependencies"]]
+    needed = [*oldest, "anthropic", "datasets", "math-verify", "mcp", "numpy", "pyarrow"]
+    check_core(sys.executable, tmp_path / "venv", needed, OLDEST)
