@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import ctypes
 import os
 import threading
 import time
@@ -78,6 +77,10 @@ def _end_running() -> None:
     """End the functions that still run when Python exits: a thread that is inside torch by then would abort the process
     (SIGABRT). One that does not return to Python within `EXIT_S` is left behind."""
     running = [one for one in threading.enumerate() if isinstance(one, _Worker) and one.job is not None]
+    if not running:
+        return
+    import ctypes  # here, because importing the package must stay quick
+
     for worker in running:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(SystemExit))
     until = time.monotonic() + EXIT_S

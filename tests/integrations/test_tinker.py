@@ -22,7 +22,7 @@ import verifiers as vf
 from tests.support.venvs import python_with, run_contract
 from verifiers.cli.main import vf as command
 from verifiers.errors import RequestRefusedError
-from verifiers.integrations.tinker import TinkerServer, TinkerTrainer, wire
+from verifiers.integrations.tinker import TinkerServer, wire
 from verifiers.integrations.tinker.client import TinkerClient
 from verifiers.integrations.tinker.custom_losses import CustomLoss
 from verifiers.integrations.tinker.losses import LOSSES
@@ -655,32 +655,11 @@ def test_samplers_in_flight_use_the_newest_weights_of_their_training(served: tup
 # --- the real packages ----------------------------------------------------------------------------------------------
 
 
-# The SDK keeps its connections open as long as the process lives.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_training_with_the_model_at_tinker_learns_saves_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_with_the_model_at_tinker_learns_saves_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("tinker")
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    model, tokenizer = vf.tiny_model("0123456789abcd", hidden_size=32)
-    model.save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    rubric = vf.Rubric([lambda completion: sum(map(str.isdigit, completion[-1]["content"])) / 4])
-    env = vf.SingleTurnEnv(dataset=[{"question": name, "answer": ""} for name in "abcd"], rubric=rubric)
-    config: dict[str, Any] = {
-        "batch_size": 8, "group_size": 4, "max_new_tokens": 4, "learning_rate": 1e-2, "save_steps": 1,
-        "steps_per_generation": 2, "show_progress": False, "output_dir": str(tmp_path / "run"),
-    }  # fmt: skip
-    with TinkerServer(str(tmp_path / "tiny"), name="org/tiny", folder=tmp_path / "saved") as server:
-        for steps, resume in ((2, False), (3, True)):
-            trainer = TinkerTrainer("org/tiny", env, {**config, "max_steps": steps}, base_url=server.url, rank=4)
-            report = trainer.train(resume=resume)
-        assert [step["step"] for step in report.steps] == [1, 2, 3]
-        assert all(step["grad_norm"] > 0 and step["failed"] == 0 for step in report.steps)
-        assert abs(report.steps[0]["ratio_mean"] - 1.0) < 1e-4
-        trainer.save_model(tmp_path / "model")
-    assert '"sampler_path"' in (tmp_path / "model" / "tinker.json").read_text()
+    # In a process of its own: the SDK keeps connections and threads as long as the process lives.
+    said = run_contract(Path(sys.executable), "tinker_training_contract.py", str(tmp_path), timeout_s=100)
+    assert said.splitlines()[-1] == "training: holds"
 
 
 SDK = ("tinker==0.38.0", "torch==2.13.0", "peft==0.21.2", "llguidance>=1.7", "math-verify>=0.8")

@@ -159,25 +159,30 @@ class Batch(dict[str, list[Any]]):
             parts.append(part)
         return parts
 
-    def saved(self) -> dict[str, Any] | None:
-        """Plain data that `of_saved` restores the batch from; None if the state of a rollout is not known."""
-        if any(state is None for state in self.states):
-            return None
+    def saved(self) -> dict[str, Any]:
+        """Plain data that `of_saved` restores the batch from."""
         columns = {name: values for name, values in self.items() if name != "completions"}
+        if None in self.states:  # otherwise the states have the messages
+            columns["messages"] = [getattr(reply, "messages", reply) for reply in self["completions"]]
         about = {name: getattr(self, name) for name in ("replaced", "tokens", "cursor", "reward_weights")}
-        states, failed = ([detached(one)[0] for one in some if one] for some in (self.states, self.failed))
+        states, failed = ([one and detached(one)[0] for one in some] for some in (self.states, self.failed))
         # States hold any objects of environments, but this is sent to another process and written as JSON.
         found: dict[str, Any] = plain({"columns": columns, "states": states, "failed": failed, **about})
         return found
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Batch:
-        states, failed = ([attached(one, None, None) for one in saved[name]] for name in ("states", "failed"))
-        for step in (step for state in states for step in state["trajectory"]):
+        states, failed = ([one and attached(one, None, None) for one in saved[name]] for name in ("states", "failed"))
+        for step in (step for state in states if state for step in state.get("trajectory") or ()):
             if tokens := step["tokens"]:  # NaN was saved as null
                 known = [math.nan if one is None else one for one in tokens["completion_logprobs"]]
                 tokens["completion_logprobs"] = known
-        columns = {**saved["columns"], "completions": [Reply.of(state) for state in states]}
+        columns = dict(saved["columns"])
+        said = columns.pop("messages", None) or [state["completion"] for state in states]
+        columns["completions"] = [
+            Reply(completion_text(messages), messages=messages, state=state)
+            for messages, state in zip(said, states, strict=True)
+        ]
         replaced = [(example, reward) for example, reward in saved["replaced"]]
         batch = cls(columns, failed=failed, cursor=saved["cursor"], replaced=replaced, tokens=saved["tokens"])
         batch.reward_weights = saved["reward_weights"]

@@ -105,8 +105,10 @@ class Generations(ExitStack):
 
 def saved_parts(trainer: GRPOTrainer, parts: Iterable[Batch]) -> list[Any] | None:
     """The untrained batches of each process, for a checkpoint; None for a process whose batches cannot be saved."""
-    saved = [part.saved() for part in parts]
-    return all_gather(trainer.accelerator, None if None in saved else saved) if saved else None
+    parts = list(parts)
+    # A text that was sampled is looked up in memory; saved rollouts can be tokenized again.
+    is_known = trainer.offline is not None or all(state is not None for part in parts for state in part.states)
+    return all_gather(trainer.accelerator, [part.saved() for part in parts] if is_known else None) if parts else None
 
 
 def restored_parts(trainer: GRPOTrainer, saved: Sequence[Any]) -> list[Batch]:
