@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -72,7 +72,10 @@ def said_in_one_sentence() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE or error.strerror is None:
             raise
-        name = str(error.filename or ("the output cannot be written" if _is_of_echo(error) else ""))
+        name = str(error.filename or "")
+        if not name and _is_of_echo(error):
+            name = "the output cannot be written"
+            _drop_output()
         what = ": ".join([*([name if len(name) <= SHOWN_CHARS else f"{name[:60]}…"] if name else []), error.strerror])
         raise click.ClickException(printable(what)) from error
     except (MemoryError, RuntimeError) as error:
@@ -108,6 +111,12 @@ def _is_of_echo(error: BaseException) -> bool:
     """Whether an error was raised while a command wrote its output; such an error has no filename."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code is click.echo.__code__
+
+
+def _drop_output() -> None:
+    """Let go of the output that is still buffered: Python would try to write it at exit, and print that it failed."""
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
