@@ -44,6 +44,18 @@ def _warn_of_clean_up(rubric: Rubric | None) -> None:
         warnings.warn(f"{type(rubric).__name__}.{names[0]} {rest}", stacklevel=5)
 
 
+def either(**given: Any) -> Any:
+    """The value of an argument that has two names; only one of them may be used.
+
+    >>> either(oai_tools=None, tool_defs=[])
+    []
+    """
+    used = [value for value in given.values() if value is not None]
+    if len(used) > 1:
+        raise TypeError(f"{' and '.join(given)} are two names for the same argument; pass one")
+    return used[0] if used else None
+
+
 def misspelled(cls: type, extra: Mapping[str, Any]) -> dict[str, str]:
     """Extra keywords that are similar to a parameter, each with the name of that parameter."""
     known = {name for base in cls.__mro__ if "__init__" in vars(base) for name in _parameters(base)}

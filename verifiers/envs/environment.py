@@ -20,7 +20,7 @@ from verifiers.clients.openai_objects import with_ending
 from verifiers.clients.protocol import Completion, Request
 from verifiers.clients.reading import read_response
 from verifiers.clients.recording import recorded_calls
-from verifiers.envs.arguments import check_scorers, misspelled, warn_of_time_limit
+from verifiers.envs.arguments import check_scorers, either, misspelled, warn_of_time_limit
 from verifiers.envs.calling import (
     Answerer,
     RolloutCall,
@@ -95,19 +95,15 @@ class Environment(ClassicHooks, EnvScoring, TrainerCalls):
     ) -> None:
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type must be 'chat' or 'completion', got {message_type!r}")
-        if few_shot is not None and few_shot_examples is not None:
-            raise TypeError("few_shot and few_shot_examples are two names for the same argument; pass one")
-        if oai_tools is not None and tool_defs is not None:
-            raise TypeError("oai_tools and tool_defs are two names for the same argument; pass one")
         check_scorers(parser, rubric)
         self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         self.message_type: MessageType = message_type
         self.system_prompt = system_prompt
-        self.few_shot = few_shot if few_shot is not None else few_shot_examples
+        self.few_shot = either(few_shot=few_shot, few_shot_examples=few_shot_examples)
         self.parser = parser or (rubric.parser if rubric is not None else Parser())
         self.rubric = rubric if rubric is not None else Rubric(parser=self.parser)
         self.sampling_args = merge_sampling(sampling_args)
-        self.tool_defs = oai_tools if tool_defs is None else tool_defs
+        self.tool_defs = either(oai_tools=oai_tools, tool_defs=tool_defs)
         self.max_workers = max_workers
         self.env_id = env_id or ""
         self.env_args = env_args or {}
