@@ -263,16 +263,16 @@ def test_an_environment_by_id_is_loaded_twice_and_shows_how_it_is_played(tmp_pat
 
 
 def test_a_slow_reward_is_named_with_the_reply_that_it_was_slow_over(monkeypatch):
-    monkeypatch.setattr("verifiers.checks.scoring.SLOW_S", 0.05)
+    monkeypatch.setattr("verifiers.checks.scoring.SLOW_S", 1.0)
 
     def lingering(completion):
         text = completion[-1]["content"]
-        time.sleep(0.2 if len(text) > 10_000 else 0.0)
+        time.sleep(1.2 if len(text) > 10_000 else 0.0)
         return 0.0
 
     (quick,) = check_environment(env_of(correct, lingering)).named("rewards are finite and quick")
     assert quick.status == "warn"
-    assert "lingering took 0." in quick.found
+    assert "lingering took" in quick.found
     assert "oversized replies" in quick.found
     assert "correct took" not in quick.found
 
